@@ -1,0 +1,44 @@
+# make demo    environment, install, and the whole path on the demo planet
+# make test    environment, install, and the tests (minutes)
+# make test-all, lint, bench, clean
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-all lint bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo
+	$(BIN)/graticule demo
+
+# One thread: tests fork, and threads of a threaded parent hang in its children.
+test: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu"
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+bench: $(VENV)/.demo
+	$(BIN)/graticule bench step
+
+# torch first: some packages would otherwise bring a build of their own.
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt torch numpy
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[demo]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

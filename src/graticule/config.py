@@ -1,0 +1,420 @@
+"""Configuration: frozen, typed sections. What a run is, in one value.
+
+A recipe is a function that returns a whole `Config`; a variant of it is
+`dataclasses.replace(...)`, or `--set section.key=value` on the command line.
+Unknown keys are refused with the nearest name, and no field changes another.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import typing
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+_FORBID = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which fields a sample holds, and which times belong to which split."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+
+    store: str = ""
+    """Path of the store (a Zarr folder written by `graticule data ingest` or `data demo`)."""
+    prognostic: tuple[str, ...] = ()
+    """Predicted and fed back: `name` (all its levels) or `name@level`. Empty: all the store's."""
+    forcing: tuple[str, ...] = ()
+    """Given at every lead, also from the future. Never predicted."""
+    diagnostic: tuple[str, ...] = ()
+    """Predicted only: a label at every lead, never an input."""
+    static: tuple[str, ...] = ()
+    """Fields without time that are given with every input."""
+    grid: tuple[int, int] | None = None
+    """(lat, lon) points. Needed where no store is at hand (`graticule info`), else checked."""
+    input_offsets: tuple[int, ...] = (0,)
+    """Input states, in strides from the initial time: (0,) Wenhai, (-1, 0) with history."""
+    output_offsets: tuple[int, ...] = (1,)
+    """States predicted in one model step, in strides from the initial time."""
+    forcing_offsets: tuple[int, ...] = (0,)
+    """Times of the forcing given with one model step, in strides from its initial time."""
+    stride: int = 1
+    """Store steps per offset: 12 for a twelve-hour model on hourly data."""
+    train: tuple[str, ...] = ()
+    """`first/last` dates, both included, each as precise as wanted (`1982-01/1990-12`).
+    Empty: the split that the store declares."""
+    validation: tuple[str, ...] = ()
+    """As `train`."""
+    test: tuple[str, ...] = ()
+    """As `train`."""
+    holes: Literal["error", "drop-window"] = "error"
+    """What to do with a sample that has missing values at sea."""
+
+    def __post_init__(self) -> None:
+        _require(self.stride >= 1, f"data.stride={self.stride} must be at least 1")
+        _require(
+            bool(self.input_offsets) and max(self.input_offsets) == 0,
+            f"data.input_offsets={self.input_offsets}: the last input is the initial time,"
+            " offset 0",
+        )
+        outputs = self.output_offsets
+        _require(
+            bool(outputs) and outputs == tuple(range(1, len(outputs) + 1)),
+            f"data.output_offsets={outputs} must be 1, 2, ... without a gap; a longer step is"
+            " data.stride",
+        )
+        inputs = self.input_offsets
+        _require(
+            inputs == tuple(range(1 - len(inputs), 1)),
+            f"data.input_offsets={inputs} must be ..., -1, 0 without a gap; a longer step is"
+            " data.stride",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The hierarchical Swin model (TERRA, section II and Table V)."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+
+    family: Literal["swin"] = "swin"
+    patch: int = 4
+    """Grid points per token, each way."""
+    sampling: int = 2
+    """Stride of the down- and up-sampling modules (alpha); 1: no such modules."""
+    width: int = 256
+    """Features of a token (d)."""
+    depth: int = 4
+    """Swin blocks (L); odd ones attend in shifted windows."""
+    heads: int = 8
+    window: int | tuple[int, int] = 8
+    """Tokens of an attention window, (lat, lon) or one number for both."""
+    mlp_ratio: int = 4
+    norm_groups: int = 32
+    """Groups of the group norms in the sampling modules."""
+    bias_table: bool = True
+    """Learned relative position bias."""
+    boundary: Literal["globe", "paper"] = "globe"
+    """`globe`: longitude is periodic, poles are walls, padding does not exist for the model.
+    `paper`: zero padding on all sides, four walls, padding counts in norms (as published)."""
+    padded_shape: tuple[int, int] | None = None
+    """(lat, lon) of the padded field; none: the smallest legal one."""
+
+    def __post_init__(self) -> None:
+        for name in ("patch", "sampling", "width", "depth", "heads", "mlp_ratio", "norm_groups"):
+            value = getattr(self, name)
+            _require(value >= 1, f"model.{name}={value} must be at least 1")
+        _require(
+            min(self.window_shape) >= 1, f"model.window={self.window} must be at least 1 each way"
+        )
+        _require(
+            self.width % self.heads == 0,
+            f"model.width={self.width} is not a multiple of model.heads={self.heads}",
+        )
+        _require(
+            self.sampling == 1 or self.width % self.norm_groups == 0,
+            f"model.width={self.width} is not a multiple of model.norm_groups={self.norm_groups}",
+        )
+
+    @property
+    def window_shape(self) -> tuple[int, int]:
+        """Tokens of a window, (lat, lon)."""
+        return (self.window, self.window) if isinstance(self.window, int) else self.window
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How many processes share the work, by axis."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+
+    data: int = 1
+    member: int = 1
+    window: int = 1
+    sequence: int = 1
+    tensor: int = 1
+    stripe_dim: Literal["lat", "lon"] = "lat"
+
+    def __post_init__(self) -> None:
+        for axis in ("data", "member", "window", "sequence", "tensor"):
+            size = getattr(self, axis)
+            _require(
+                size == 1,
+                f"mesh.{axis}={size}: this version runs on one process; leave mesh.{axis} at 1",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run: pretraining with one lead, fine-tuning with several."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+
+    steps: int = 1000
+    """Optimizer steps in all."""
+    batch: int = 8
+    """Samples per micro-batch."""
+    accumulation: int = 1
+    """Micro-batches per optimizer step."""
+    leads: int = 1
+    """Autoregressive steps whose losses are summed (K)."""
+    rollout_gradient: Literal["full", "detached"] = "full"
+    """`full`: through the whole rollout. `detached`: each lead's input is a constant."""
+    loss: Literal["mae", "mse"] = "mae"
+    area_weighted: bool = True
+    """Weigh each cell by its area on the sphere; else all wet cells alike."""
+    learning_rate: float = 2e-4
+    final_learning_rate: float = 1e-6
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """After the warm-up: cosine to the final rate, or constant (fine-tuning)."""
+    warmup_steps: int = 10
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    """On matrices and kernels only: not on biases, norms and bias tables."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+    ema_decay: float = 0.0
+    """Exponential moving average of the weights; 0: none."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of activations and of the weights they meet; master weights stay in float32."""
+    roll_longitude: bool = False
+    """Turn each sample by a random number of grid points in longitude. Only right where
+    nothing but the fields tells longitudes apart: no land, no statics."""
+    seed: int = 0
+    start_from: str = ""
+    """A run whose weights (its average, if it has one) this one starts with: fine-tuning."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints; one is always written at the end."""
+    keep_checkpoints: int = 2
+    validate_every: int = 0
+    """Steps between losses on the validation split; 0: only at the end."""
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "steps",
+            "batch",
+            "accumulation",
+            "leads",
+            "checkpoint_every",
+            "keep_checkpoints",
+        ):
+            value = getattr(self, name)
+            _require(value >= 1, f"train.{name}={value} must be at least 1")
+        for name in (
+            "learning_rate",
+            "final_learning_rate",
+            "weight_decay",
+            "clip_norm",
+            "warmup_steps",
+            "validate_every",
+        ):
+            value = getattr(self, name)
+            _require(value >= 0, f"train.{name}={value} must not be negative")
+        _require(
+            0 <= self.ema_decay < 1,
+            f"train.ema_decay={self.ema_decay} must be at least 0 and less than 1",
+        )
+        _require(
+            all(0 <= beta < 1 for beta in self.betas),
+            f"train.betas={self.betas} must each be at least 0 and less than 1",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """The memory budget of a device."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+
+    budget: str = ""
+    """Such as `40GiB`; empty: no budget."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.budget == "",
+            f"memory.budget={self.budget}: this version does not plan memory; leave it empty",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastConfig:
+    """What `graticule forecast` makes when the command line does not say otherwise."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+
+    leads: int = 10
+    """Model steps of a forecast."""
+    every: int = 1
+    """Start at every n-th initial time of the split."""
+    split: Literal["train", "validation", "test"] = "test"
+    weights: Literal["average", "last"] = "average"
+    """`average`: the moving average where the run has one, else the last weights."""
+
+    def __post_init__(self) -> None:
+        _require(self.leads >= 1, f"forecast.leads={self.leads} must be at least 1")
+        _require(self.every >= 1, f"forecast.every={self.every} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """How forecasts are scored."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+
+    climatology: Literal["all", "month", "month-day"] = "month-day"
+    """Mean over the training times of the same month and day, of the same month, or of all
+    (a planet without seasons)."""
+    region: tuple[float, float, float, float] | None = None
+    """(west, east, south, north) in degrees; west > east crosses the origin of longitude."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.region is None or -90 <= self.region[2] <= self.region[3] <= 90,
+            f"evaluate.region={self.region}: south and north, the last two, must ascend within"
+            " -90 to 90",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that decides what a run computes."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+
+    name: str = ""
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    forecast: ForecastConfig = field(default_factory=ForecastConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON holds them."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that change with any value of any section."""
+        # Through the checked types: `clip_norm=1` and `clip_norm=1.0` are one configuration.
+        return fingerprint(from_dict(self.to_dict()).to_dict())
+
+
+def fingerprint(value: Any) -> str:
+    """16 hexadecimal digits of a JSON value, whatever the order of its keys."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def from_dict(values: dict[str, Any]) -> Config:
+    """A checked `Config` from plain values; ValueError names the key, the value and the rule."""
+    if not isinstance(values, dict):
+        raise ValueError(f"a configuration is a table of sections, not {values!r}")
+    _refuse_unknown(values, Config, "")
+    try:
+        return TypeAdapter(Config).validate_python(values)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        # One number or a pair: a list was meant as the pair, which is the later alternative.
+        first = errors[-1 if isinstance(errors[0]["input"], list) else 0]
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "value_error":
+            raise ValueError(message) from None
+        # pydantic's location also names the member of a union that failed: keep our own keys.
+        section, *rest = (str(part) for part in first["loc"][:2])
+        key, hint = section, _fields(Config)[section]
+        if rest:
+            key, hint = f"{section}.{rest[0]}", _fields(hint)[rest[0]]
+        kind = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+        raise ValueError(
+            f"{key}={first['input']!r}: {message} (it holds {kind.removeprefix('typing.')})"
+        ) from None
+
+
+def override(config: Config, settings: list[str]) -> Config:
+    """`config` with `section.key=value` settings applied, in order.
+
+    A value is JSON where it parses as JSON, else text; `a,b` is a list. One item is enough for
+    a key that holds a list. Keys that hold text take it as it is written: 2003 is a date.
+    """
+    values = config.to_dict()
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        if not equals:
+            raise ValueError(f"--set {setting}: write section.key=value")
+        section, dot, key = path.partition(".")
+        if path == "name":
+            values["name"] = text
+            continue
+        _refuse_unknown({section: {}}, Config, "")
+        if not dot or section == "name":
+            raise ValueError(f"--set {setting}: write section.key=value")
+        section_type = _fields(Config)[section]
+        _refuse_unknown({key: None}, section_type, section + ".")
+        hint = _fields(section_type)[key]
+        holds_list = "tuple" in str(hint)
+        takes_one = "int |" in str(hint)
+        value = text if hint is str else _parse(text, as_text="str" in str(hint))
+        if holds_list and not isinstance(value, list) and value is not None and not takes_one:
+            value = [value] if text else []
+        values[section][key] = value
+    return from_dict(values)
+
+
+def _parse(text: str, as_text: bool = False) -> Any:
+    """as_text: numbers stay text, such as years (JSON lists are read all the same)."""
+    try:
+        # JSON knows no 01; without parse_int a year inside a list would become a number.
+        value = json.loads(text, parse_int=str if as_text else int)
+        if not as_text or isinstance(value, list) or value is None:
+            return value
+        return text
+    except json.JSONDecodeError:
+        named = {"True": True, "False": False, "None": None, "none": None}
+        if text in named:
+            return named[text]
+        if "," not in text:
+            return text
+        # A comma at the end makes a list of one, as in Python.
+        return [_parse(part.strip(), as_text) for part in text.removesuffix(",").split(",")]
+
+
+def _fields(section: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(section)
+    return {f.name: hints[f.name] for f in dataclasses.fields(section)}
+
+
+def _refuse_unknown(values: dict[str, Any], section: type, prefix: str) -> None:
+    known = _fields(section)
+    for key, value in values.items():
+        if key not in known:
+            near = _nearest(str(key), known, prefix)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ValueError(f"unknown key {prefix}{key}{hint} (keys here: {', '.join(known)})")
+        if dataclasses.is_dataclass(known[key]) and isinstance(value, dict):
+            _refuse_unknown(value, typing.cast(type, known[key]), f"{prefix}{key}.")
+
+
+def _nearest(key: str, known: dict[str, Any], prefix: str) -> list[str]:
+    """What an unknown key may have meant: the same key elsewhere, else the nearest name."""
+    homes: dict[str, list[str]] = {}
+    for name, section in _fields(Config).items():
+        for other in _fields(section) if name != "name" else ():
+            homes.setdefault(other, []).append(f"{name}.{other}")
+    if key in homes:
+        return homes[key]
+    if here := difflib.get_close_matches(key, known, n=1, cutoff=0.5):
+        return [prefix + here[0]]
+    elsewhere = difflib.get_close_matches(key, homes, n=1, cutoff=0.5)
+    return homes[elsewhere[0]] if elsewhere else []

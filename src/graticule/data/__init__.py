@@ -1,0 +1,1 @@
+"""From files to samples: ingest, store, statistics, samples, loader, demo planet."""

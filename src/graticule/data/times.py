@@ -1,0 +1,201 @@
+"""The time axis of a store: dates in any CF calendar, the step, gaps, ranges and windows."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import cftime
+import numpy as np
+
+UNITS = "seconds since 1970-01-01 00:00:00"
+CALENDARS = (
+    "standard", "gregorian", "proleptic_gregorian", "julian", "noleap", "365_day", "all_leap",
+    "366_day", "360_day",
+)  # fmt: skip
+MEAN_MONTH_SECONDS = 30.436875 * 86400
+_CLOCK = r"(\d{1,2})(?::(\d{1,2})(?::(\d{1,2})(?:\.0*)?)?)?Z?"
+_DATE = re.compile(rf"(-?\d{{1,6}})(?:-(\d{{1,2}})(?:-(\d{{1,2}})(?:[T ]{_CLOCK})?)?)?")
+
+
+@dataclass(frozen=True, eq=False)
+class TimeAxis:
+    """Strictly increasing times, int64 seconds since 1970 in `calendar` (year 0 exists).
+
+    step_seconds: the regular step, or None where it is one calendar month. Times may have gaps;
+    windows never cross one.
+    """
+
+    seconds: np.ndarray
+    calendar: str
+    step_seconds: int | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seconds", np.asarray(self.seconds, dtype=np.int64))
+        if self.calendar not in CALENDARS:
+            raise ValueError(f"calendar {self.calendar!r} is none of {', '.join(CALENDARS)}")
+        wrong = np.flatnonzero(np.diff(self.seconds) <= 0)
+        if wrong.size:
+            first, second = self.date(int(wrong[0])), self.date(int(wrong[0]) + 1)
+            raise ValueError(
+                f"times must increase: {second} follows {first}"
+                f" ({wrong.size} such places); sort and remove duplicates first"
+            )
+
+    @classmethod
+    def from_seconds(cls, seconds: np.ndarray, calendar: str) -> "TimeAxis":
+        """An axis whose step is found: the commonest difference, or the month."""
+        seconds = np.asarray(seconds, dtype=np.int64)
+        axis = cls(seconds, calendar, None)
+        if seconds.size < 2:
+            raise ValueError("one time alone has no step; give at least two")
+        differences = np.diff(seconds)
+        months = np.diff(axis._month_numbers)
+        days = differences / 86400
+        monthly = days.min() >= 27 and np.median(days) <= 32 and np.median(months) == 1
+        if monthly and months.min() > 0:
+            # Every 30 days is no month: the day drifts. A twelfth of a year (some files' month)
+            # drifts too, but stays in its month; in the 360_day calendar 30 days keep the day.
+            even = seconds.size > 3 and np.ptp(differences) == 0
+            twelfth = abs(differences[0] - MEAN_MONTH_SECONDS) < 0.1 * 86400
+            if not even or twelfth or len({date.day for date in axis.dates}) == 1:
+                return axis
+        values, counts = np.unique(differences, return_counts=True)
+        return cls(seconds, calendar, int(values[counts.argmax()]))
+
+    def __len__(self) -> int:
+        return int(self.seconds.size)
+
+    def date(self, index: int) -> cftime.datetime:
+        return date_of(int(self.seconds[index]), self.calendar)
+
+    @cached_property
+    def dates(self) -> np.ndarray:
+        """(time,) cftime.datetime objects."""
+        return cftime.num2date(self.seconds, UNITS, self.calendar, has_year_zero=True)
+
+    @cached_property
+    def _month_numbers(self) -> np.ndarray:
+        return np.array([date.year * 12 + date.month - 1 for date in self.dates], dtype=np.int64)
+
+    @cached_property
+    def segments(self) -> np.ndarray:
+        """(time,) int: the number of the unbroken run of steps that each time belongs to."""
+        if self.step_seconds is None:
+            joined = np.diff(self._month_numbers) == 1
+        else:
+            joined = np.diff(self.seconds) == self.step_seconds
+        return np.concatenate([[0], np.cumsum(~joined)]).astype(np.int64)
+
+    @property
+    def nominal_step_seconds(self) -> float:
+        """The step; of a monthly axis, the mean month's 30.436875 days."""
+        return MEAN_MONTH_SECONDS if self.step_seconds is None else float(self.step_seconds)
+
+    def advanced(self, index: int, steps: int) -> cftime.datetime:
+        """The date `steps` steps after time `index`, whether or not the axis reaches it."""
+        if self.step_seconds is not None:
+            return date_of(int(self.seconds[index]) + steps * self.step_seconds, self.calendar)
+        there = index + steps
+        if 0 <= there < len(self) and self.segments[there] == self.segments[index]:
+            return self.date(there)
+        date = self.date(index)
+        month = date.year * 12 + date.month - 1 + steps
+        first = date.replace(day=1, year=month // 12, month=month % 12 + 1)
+        return first.replace(day=min(date.day, first.daysinmonth))
+
+    def find(self, text: str) -> int:
+        """Index of the time that `text` (ISO 8601) names; a whole day names its only time.
+
+        ValueError if there is none, several, or the date does not exist in the calendar.
+        """
+        first, last = _bounds(text, self.calendar)
+        inside = np.flatnonzero((self.seconds >= first) & (self.seconds <= last))
+        if inside.size == 0:
+            raise ValueError(
+                f"no time {text} in the store, which runs from {self.date(0)} to"
+                f" {self.date(len(self) - 1)}"
+            )
+        exact = np.flatnonzero(self.seconds == first)
+        names_hour = len(text.strip().replace("T", " ").split()) == 2
+        if inside.size > 1 and (exact.size == 0 or not names_hour):
+            raise ValueError(
+                f"{text} stands for {inside.size} times, {self.date(int(inside[0]))} to"
+                f" {self.date(int(inside[-1]))}; name the hour too"
+            )
+        return int(exact[0]) if exact.size else int(inside[0])
+
+    def within(self, ranges: Sequence[str]) -> np.ndarray:
+        """(time,) bool: inside one of the `first/last` ranges, both ends included.
+
+        An end is as wide as it is written: `1982/1983-06` ends with the last second of June.
+        """
+        inside = np.zeros(len(self), dtype=bool)
+        for text in ranges:
+            first, slash, last = text.partition("/")
+            if not slash:
+                last = first
+            low, high = _bounds(first, self.calendar)[0], _bounds(last, self.calendar)[1]
+            if low > high:
+                raise ValueError(f"range {text} ends before it begins")
+            found = (self.seconds >= low) & (self.seconds <= high)
+            if not found.any():
+                raise ValueError(
+                    f"range {text} holds no time of the store, which runs from {self.date(0)} to"
+                    f" {self.date(len(self) - 1)}"
+                )
+            inside |= found
+        return inside
+
+    def windows(self, offsets: Sequence[int], allowed: np.ndarray) -> np.ndarray:
+        """Indices i such that every i + offset lies in i's unbroken segment and is `allowed`.
+
+        offsets: in steps. allowed: (time,) bool. The last window counts.
+        """
+        starts = np.arange(len(self))
+        good = np.ones(len(self), dtype=bool)
+        for offset in sorted({0, *offsets}):
+            index = starts + offset
+            here = (index >= 0) & (index < len(self))
+            index = np.where(here, index, 0)
+            good &= here & (self.segments[index] == self.segments)
+            if offset in offsets:
+                good &= allowed[index]
+        return starts[good]
+
+
+def date_of(seconds: int, calendar: str) -> cftime.datetime:
+    """The date of `seconds` since 1970 in `calendar`."""
+    return cftime.num2date(seconds, UNITS, calendar, has_year_zero=True)
+
+
+def seconds_of(date: cftime.datetime) -> int:
+    """Seconds since 1970, in the date's own calendar, to the nearest second."""
+    return round(float(cftime.date2num(date, UNITS, date.calendar, has_year_zero=True)))
+
+
+def _bounds(text: str, calendar: str) -> tuple[int, int]:
+    """First and last second of the period that an ISO 8601 text names."""
+    match = _DATE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(
+            f"{text!r} is no date: write 2003, 2003-02, 2003-02-28 or 2003-02-28T06:00"
+        )
+    numbers = [int(part) for part in match.groups() if part is not None]
+    year = numbers[0]
+    full = [*numbers, *[1, 1, 0, 0, 0][len(numbers) - 1 :]]
+    try:
+        # CF: these calendars have no year 0 and none before it.
+        if year < 1 and calendar in ("standard", "gregorian", "julian"):
+            raise ValueError(text)
+        first = cftime.datetime(*full, calendar=calendar, has_year_zero=True)
+    except ValueError:
+        raise ValueError(f"{text} is not in the {calendar} calendar") from None
+    start = seconds_of(first)
+    if len(numbers) == 1:
+        return start, seconds_of(first.replace(year=year + 1)) - 1
+    if len(numbers) == 2:
+        # Not the length of the month: October 1582 has 21 days.
+        following = divmod(12 * year + first.month, 12)
+        return start, seconds_of(first.replace(year=following[0], month=following[1] + 1)) - 1
+    return start, start + (86400, 3600, 60, 1)[len(numbers) - 3] - 1

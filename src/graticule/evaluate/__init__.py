@@ -1,0 +1,12 @@
+"""Statistics that add up, and the scores made from them."""
+
+from graticule.evaluate.climatology import Climatology
+from graticule.evaluate.ensemble import SpreadSkill, crps, spread_skill
+from graticule.evaluate.evaluate import evaluate
+from graticule.evaluate.scores import Scores
+from graticule.evaluate.sums import Sums, pair_sums
+
+__all__ = [
+    "Climatology", "Scores", "SpreadSkill", "Sums", "crps", "evaluate", "pair_sums",
+    "spread_skill",
+]  # fmt: skip

@@ -1,0 +1,193 @@
+"""Score a forecast file against a store: the truth is looked up by valid time."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from graticule.data.store import Store
+from graticule.data.times import seconds_of
+from graticule.evaluate.climatology import Climatology, Grouping
+from graticule.evaluate.scores import Scores
+from graticule.evaluate.sums import Sums, pair_sums
+from graticule.forecast.reader import Forecast, open_forecast
+
+_ALIASES = {"gregorian": "standard", "365_day": "noleap", "366_day": "all_leap"}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """One forecast field and the store indices of what it is compared with."""
+
+    init: int
+    lead: int
+    init_time: int
+    valid_time: int
+
+
+def evaluate(
+    forecast_path: str | Path,
+    store: Store,
+    *,
+    train_ranges: Sequence[str],
+    climatology: Grouping,
+    region: tuple[float, float, float, float] | None = None,
+    statistics_std: dict[str, float] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Scores:
+    """Scores of a forecast, of persistence and of climatology, over the same cells and times.
+
+    train_ranges: `first/last` dates of the training times, for the climatology.
+    region: (west, east, south, north) degrees. statistics_std: by channel, in its units.
+    Pairs whose initial or valid time is not in the store are skipped and counted.
+    ValueError where grid, channels, units or calendar differ, where the forecast has holes, and
+    where nothing is left to score.
+    """
+    with open_forecast(forecast_path) as forecast:
+        positions = _matched(forecast, store)
+        names = forecast.channels.names
+        counted = store.wet[positions]
+        if region is not None:
+            counted = counted & store.grid.region(*region)
+        dry = np.flatnonzero(~counted.any((1, 2)))
+        if dry.size:
+            raise ValueError(
+                f"region {region or 'everywhere'} holds no sea cell of {names[int(dry[0])]}"
+            )
+        usual = Climatology(
+            store, np.flatnonzero(store.times.within(train_ranges)), climatology,
+            channels=positions, keep=1,
+        )  # fmt: skip
+        pairs, skipped, first_skipped = _paired(forecast, store)
+        for pair in pairs:  # before hours of reading
+            usual.times_of(store.times.date(pair.valid_time))
+        # By group of the climatology, then by valid time: each mean is made once, each truth
+        # read once, and one of either is in memory.
+        pairs.sort(
+            key=lambda pair: (
+                usual.group_of(store.times.date(pair.valid_time)),
+                pair.valid_time,
+                pair.init,
+            )
+        )
+        sums = sums_of(forecast, store, usual, pairs, positions, counted, progress)
+        provenance = {
+            "forecast": {key: value for key, value in forecast.attributes.items()
+                         if key not in ("channels", "complete")},
+            "store_fingerprint": store.fingerprint,
+            "train_ranges": list(train_ranges),
+        }  # fmt: skip
+        return Scores(
+            sums=sums,
+            channels=forecast.channels,
+            lead_seconds=forecast.lead_seconds,
+            climatology=climatology,
+            region=region,
+            std=None if statistics_std is None else {n: float(statistics_std[n]) for n in names
+                                                     if n in statistics_std},
+            skipped=skipped,
+            first_skipped=first_skipped,
+            provenance=provenance,
+        )  # fmt: skip
+
+
+def sums_of(
+    forecast: Forecast,
+    store: Store,
+    usual: Climatology,
+    pairs: Sequence[Pair],
+    positions: Sequence[int],
+    counted: np.ndarray,
+    progress: Callable[[int, int], None] | None = None,
+) -> Sums:
+    """The sums over these pairs; a process takes its share of them and all shares add up.
+
+    positions: of the forecast's channels in the store. counted: (channel, lat, lon) bool.
+    """
+    total = Sums.zero(forecast.channels.names, forecast.num_leads)
+    read_time, truth = -1, np.empty(0, np.float32)
+    for done, pair in enumerate(pairs, start=1):
+        if pair.valid_time != read_time:
+            read_time, truth = pair.valid_time, store.read(pair.valid_time, positions)
+        total = total + pair_sums(
+            total.names,
+            forecast.num_leads,
+            pair.lead,
+            forecast.read(pair.init, pair.lead),
+            truth,
+            store.read(pair.init_time, positions),
+            usual.mean(store.times.date(pair.valid_time)),
+            counted=counted,
+            cell_area=store.grid.cell_area,
+            where=f"init_time {forecast.init_times[pair.init]}, lead {pair.lead + 1}",
+        )
+        if progress is not None:
+            progress(done, len(pairs))
+    return total
+
+
+def _matched(forecast: Forecast, store: Store) -> list[int]:
+    """Positions of the forecast's channels in the store, by name, units and grid."""
+    if not forecast.grid.same_as(store.grid):
+        ours, theirs = (
+            f"lat {grid.lat[0]:g} to {grid.lat[-1]:g}, lon {grid.lon[0]:g} to {grid.lon[-1]:g},"
+            f" {grid.shape[0]} x {grid.shape[1]}"
+            for grid in (forecast.grid, store.grid)
+        )
+        raise ValueError(
+            f"the forecast's grid ({ours}) is not the store's ({theirs}); score it against a store"
+            " on its own grid"
+        )
+    unknown = [name for name in forecast.channels.names if name not in store.channels.names]
+    if unknown:
+        raise ValueError(
+            f"the store has no {', '.join(unknown)}: the forecast holds"
+            f" {', '.join(forecast.channels.names)}, the store {', '.join(store.channels.names)}"
+        )
+    positions = [store.channels.index(name) for name in forecast.channels.names]
+    for channel, position in zip(forecast.channels, positions, strict=True):
+        truth = store.channels[position]
+        ours, theirs = (
+            f"{c.units!r}" + (f" on levels in {c.level_units!r}" if c.level is not None else "")
+            for c in (channel, truth)
+        )
+        if ours != theirs:
+            raise ValueError(
+                f"{channel.name} is in {ours} in the forecast and in {theirs} in the store; ingest"
+                " the truth in the forecast's units"
+            )
+    return positions
+
+
+def _paired(forecast: Forecast, store: Store) -> tuple[list[Pair], int, str]:
+    """Pairs with a truth; how many have none, and the first date that the store lacks."""
+    calendars = [_ALIASES.get(c, c) for c in (forecast.calendar, store.times.calendar)]
+    if calendars[0] != calendars[1]:
+        raise ValueError(
+            f"the forecast is in the {calendars[0]} calendar, the store in {calendars[1]}"
+        )
+    index = {int(second): i for i, second in enumerate(store.times.seconds)}
+    pairs, missing = [], []
+    for init, start in enumerate(forecast.init_times):
+        init_time = index.get(seconds_of(start))
+        for lead, valid in enumerate(forecast.valid_times[init]):
+            valid_time = index.get(seconds_of(valid))
+            if init_time is None or valid_time is None:
+                missing.append(start if init_time is None else valid)
+                continue
+            pairs.append(Pair(init=init, lead=lead, init_time=init_time, valid_time=valid_time))
+    first = str(min(missing)) if missing else ""
+    if not pairs:
+        raise ValueError(
+            f"nothing to score: the store has no {first}, nor any other valid time of the forecast"
+            f" with its initial time; it runs from {store.times.date(0)} to"
+            f" {store.times.date(len(store.times) - 1)}"
+        )
+    if missing:
+        log.warning("%d of %d forecast fields have no truth in the store, the first at %s",
+                    len(missing), len(missing) + len(pairs), first)  # fmt: skip
+    return pairs, len(missing), first

@@ -1,0 +1,261 @@
+"""Scores from sums: RMSE, bias, MAE and ACC by lead and channel, as a table, CSV and JSON."""
+
+import csv
+import io
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graticule import __version__
+from graticule.config import fingerprint
+from graticule.data.store import write_json
+from graticule.evaluate.sums import SOURCES, Sums
+from graticule.variables import Channels
+
+FORMAT = "graticule scores 1"
+COLUMNS = (
+    "source", "channel", "variable", "level", "level_units", "units", "lead", "lead_hours",
+    "samples", "cells", "rmse", "bias", "mae", "acc",
+)  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scores:
+    """Scores of a forecast and of its references, pooled over times and cells by area.
+
+    RMSE is the root of the pooled mean square and ACC the ratio of pooled sums; neither is a mean
+    of daily scores. ACC is uncentred: no area mean is taken off the anomalies (f - c), (o - c).
+    Only leads with at least one truth are scored: `leads` are their labels, k for k model steps,
+    and the first dim of every array.
+
+    lead_seconds: (lead,) of all leads of the forecast. climatology: its grouping.
+    region: (west, east, south, north) degrees, or none: everywhere.
+    std: training standard deviations by channel, for the `normalised` mean; none: no such row.
+    skipped: (init, lead) pairs without a truth; first_skipped: the first date missed.
+    """
+
+    sums: Sums
+    channels: Channels
+    lead_seconds: np.ndarray
+    climatology: str
+    region: tuple[float, float, float, float] | None = None
+    std: dict[str, float] | None = None
+    skipped: int = 0
+    first_skipped: str = ""
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.channels.names != self.sums.names:
+            raise ValueError(f"{self.channels} are not the channels of the sums: {self.sums.names}")
+        if not self.leads:
+            raise ValueError("no (init, lead) pair was compared with a truth: there is no score")
+        empty = np.argwhere(self.sums.weight[self._rows] <= 0)
+        if empty.size:
+            row, channel = (int(i) for i in empty[0])
+            raise ValueError(
+                f"no cell of {self.channels.names[channel]} at lead {self.leads[row]} has a truth"
+                f" and a climatology (region {self.region or 'everywhere'}): there is no score"
+            )
+        if self.std is not None:
+            unknown = [name for name in self.channels.names if name not in self.std]
+            if unknown:
+                raise ValueError(f"no training standard deviation of {', '.join(unknown)}")
+            constant = [name for name in self.channels.names if not self.std[name] > 0]
+            if constant:
+                log.warning("constant, not in the normalised mean: %s", ", ".join(constant))
+
+    @cached_property
+    def _rows(self) -> np.ndarray:
+        return np.flatnonzero(self.sums.samples > 0)
+
+    @cached_property
+    def leads(self) -> list[int]:
+        """Labels of the scored leads: 1 is one model step."""
+        return [int(row) + 1 for row in self._rows]
+
+    def _mean(self, source: str, quantity: str) -> np.ndarray:
+        return (self.sums.of(source, quantity) / np.maximum(self.sums.weight, 1e-300))[self._rows]
+
+    def rmse(self, source: str = "model") -> np.ndarray:
+        """(lead, channel) in the channels' units."""
+        return np.sqrt(self._mean(source, "squared_error"))
+
+    def bias(self, source: str = "model") -> np.ndarray:
+        """(lead, channel) mean of forecast minus truth, in the channels' units."""
+        return self._mean(source, "error")
+
+    def mae(self, source: str = "model") -> np.ndarray:
+        """(lead, channel) in the channels' units."""
+        return self._mean(source, "absolute_error")
+
+    def acc(self, source: str = "model") -> np.ndarray:
+        """(lead, channel) from -1 to 1; NaN where a side has no anomaly (the climatology has none).
+
+        sum w (f - c)(o - c) / sqrt(sum w (f - c)^2  sum w (o - c)^2)
+        """
+        product = self._mean(source, "anomaly_product")
+        scale = np.sqrt(
+            self._mean(source, "anomaly_squared") * self._mean("climatology", "squared_error")
+        )
+        return np.divide(product, scale, out=np.full_like(product, np.nan), where=scale > 0)
+
+    def skill(self, reference: str) -> np.ndarray:
+        """(lead, channel) RMSE of the model / RMSE of the reference; NaN where that is 0."""
+        ours, theirs = self.rmse(), self.rmse(reference)
+        return np.divide(ours, theirs, out=np.full_like(ours, np.nan), where=theirs > 0)
+
+    def normalised(self, source: str = "model") -> np.ndarray:
+        """(lead,) mean over channels of RMSE / training standard deviation, without units.
+
+        Channels that never vary are left out, with a warning when the scores are made.
+        """
+        if self.std is None:
+            raise ValueError("the normalised mean needs the training standard deviations")
+        std = np.array([self.std[name] for name in self.channels.names])
+        vary = std > 0
+        if not vary.any():
+            raise ValueError("no channel varies: there is no normalised mean")
+        return (self.rmse(source)[:, vary] / std[vary]).mean(1)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat row per source, channel and lead, keys `COLUMNS`; None where undefined."""
+        rows = []
+        for source in SOURCES:
+            scores = [self.rmse(source), self.bias(source), self.mae(source), self.acc(source)]
+            for i, channel in enumerate(self.channels):
+                for k, lead in enumerate(self.leads):
+                    values = [_plain(score[k, i]) for score in scores]
+                    counts = [self.sums.samples[lead - 1], self.sums.cells[lead - 1, i]]
+                    rows.append([
+                        source, channel.name, channel.variable, channel.level,
+                        channel.level_units, channel.units, lead, self._hours(lead),
+                        *(int(count) for count in counts), *values,
+                    ])  # fmt: skip
+            means = [] if self.std is None else self.normalised(source).tolist()
+            for lead, mean in zip(self.leads, means, strict=False):
+                rows.append([
+                    source, "normalised", "normalised", None, "", "1", lead, self._hours(lead),
+                    int(self.sums.samples[lead - 1]), None, mean, None, None, None,
+                ])  # fmt: skip
+        return [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+
+    def _hours(self, lead: int) -> float:
+        return float(self.lead_seconds[lead - 1]) / 3600
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything a reader or a plot needs, as JSON holds it."""
+        description = {
+            "climatology": self.climatology,
+            "region": list(self.region) if self.region else None,
+            "pairs": int(self.sums.samples.sum()),
+            "skipped": self.skipped,
+            "first_skipped": self.first_skipped,
+            "std": self.std,
+            "provenance": {"graticule": __version__, **self.provenance},
+        }
+        rows = self.rows()
+        digest = fingerprint({**description, "rows": rows})
+        return {"format": FORMAT, "fingerprint": digest, **description, "rows": rows}
+
+    def table(self, leads: Sequence[int] | None = None) -> str:
+        """Text: RMSE per channel at some leads, and the rest at the last of them.
+
+        leads: labels; by default five at most, the first and the last among them.
+        """
+        if leads is None:
+            places = np.unique(np.linspace(0, len(self.leads) - 1, 5).round().astype(int))
+            leads = [self.leads[place] for place in places]
+        unknown = [lead for lead in leads if lead not in self.leads]
+        if unknown or not leads:
+            raise ValueError(f"no score at lead {unknown or 'none'}; there are {self.leads}")
+        at = [self.leads.index(lead) for lead in leads]
+        last = at[-1]
+        head = ["RMSE", "units", *(_duration(self._hours(lead)) for lead in leads),
+                "/persistence", "/climatology", "bias", "ACC"]  # fmt: skip
+        rmse, bias, acc = self.rmse(), self.bias(), self.acc()
+        ratios = [self.skill("persistence"), self.skill("climatology")]
+        lines = [head]
+        for i, channel in enumerate(self.channels):
+            lines.append([
+                channel.name, channel.units, *(f"{rmse[k, i]:.4g}" for k in at),
+                *(_short(ratio[last, i], ".3f") for ratio in ratios),
+                f"{bias[last, i]:+.3g}", _short(acc[last, i], ".3f"),
+            ])  # fmt: skip
+        if self.std is not None:
+            model, *others = (self.normalised(source) for source in SOURCES)
+            lines.append([
+                "normalised", "1", *(f"{model[k]:.4g}" for k in at),
+                *(_short(model[last] / o[last] if o[last] > 0 else np.nan, ".3f") for o in others),
+                "", "",
+            ])  # fmt: skip
+        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+        text = [
+            "  ".join(
+                cell.ljust(width) if i < 2 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        text.append(
+            f"Ratios (below 1: better than the reference), bias and ACC at"
+            f" {_duration(self._hours(leads[-1]))}. {int(self.sums.samples.sum())} forecast fields,"
+            f" climatology by {self.climatology}, region"
+            f" {', '.join(f'{edge:g}' for edge in self.region) if self.region else 'everywhere'}."
+        )
+        if self.skipped:
+            text.append(f"{self.skipped} fields had no truth in the store, the first at"
+                        f" {self.first_skipped}.")  # fmt: skip
+        return "\n".join(text)
+
+    def write_csv(self, path: str | Path, *, force: bool = False) -> None:
+        """One line per row of `rows`. An existing file is refused; see `write_json`."""
+        path = _may_write(Path(path), force, ",".join(COLUMNS))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows())
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            part.write_text(text.getvalue())
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def write_json(self, path: str | Path, *, force: bool = False) -> None:
+        """`to_dict` as a file, whole or not at all.
+
+        An existing file is refused; with `force` it is replaced if it is a file of scores.
+        """
+        write_json(_may_write(Path(path), force, json.dumps(FORMAT)), self.to_dict())
+
+
+def _may_write(path: Path, force: bool, mark: str) -> Path:
+    """`path`; ValueError if it exists, unless forced and its first 300 characters hold our mark."""
+    if path.exists() or path.is_symlink():
+        if not force:
+            raise ValueError(f"{path} exists already and is not overwritten; name another path")
+        if not path.is_file() or mark not in path.read_text(errors="replace")[:300]:
+            raise ValueError(f"{path} is no file of scores, so it is not replaced")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _plain(value: np.floating) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _short(value: float, spec: str) -> str:
+    return format(value, spec) if np.isfinite(value) else "-"
+
+
+def _duration(hours: float) -> str:
+    return f"{hours / 24:.4g} d" if hours >= 24 else f"{hours:.4g} h"

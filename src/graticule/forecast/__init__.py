@@ -1,0 +1,1 @@
+"""Run a model over leads and keep what it says."""

@@ -1,0 +1,344 @@
+"""The forecast file: CF-1.11 in Zarr or netCDF, streamed to disk lead by lead.
+
+Dims are (init_time, lead_time, [level], lat, lon). One variable per `Channel.variable`; its
+levels are stacked, ascending, along `depth` (levels in metres, counted downwards) or `level`
+(any other unit); another set of levels gets `depth_2`, `level_2`, and so on. `lead_time` is a
+duration and label k is k model steps. `valid_time` (init_time, lead_time) is exact in every
+calendar, also where months make the lead nominal. Land is NaN.
+
+The attribute `complete` is 0 until every lead is on disk; `reader.open_forecast` refuses a file
+that was left before.
+"""
+
+import contextlib
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import cftime
+import numpy as np
+
+from graticule import __version__
+from graticule.data.times import UNITS, seconds_of
+from graticule.forecast.formats import NetcdfSink, Sink, ZarrSink
+from graticule.grid import Grid
+from graticule.variables import Channel, Channels
+
+FORMAT = "graticule forecast 1"
+LARGEST_CHUNK_BYTES = 2**30
+"""Blosc stops at 2 GiB a chunk, HDF5 at 4; beyond this, a chunk holds fewer levels."""
+DIMS = ("init_time", "lead_time", "lat", "lon", "valid_time")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One variable of the file and the channels in it.
+
+    positions: the channels, by ascending level. dim: the level dim, or none.
+    """
+
+    variable: str
+    positions: tuple[int, ...]
+    levels: tuple[float, ...] = ()
+    level_units: str = ""
+    dim: str = ""
+
+
+def layouts(channels: Channels) -> list[Layout]:
+    """How channels become variables with level dims; ValueError where levels contradict."""
+    found: list[Layout] = []
+    dims: dict[tuple[tuple[float, ...], str], str] = {}
+    taken = {*DIMS, *(channel.variable for channel in channels)}
+    for variable in dict.fromkeys(channel.variable for channel in channels):
+        if variable in DIMS:
+            raise ValueError(f"a variable cannot be called {variable}: the forecast has this dim")
+        members = [i for i, channel in enumerate(channels) if channel.variable == variable]
+        first: Channel = channels[members[0]]
+        for i in members:
+            if (channels[i].units, channels[i].level_units) != (first.units, first.level_units):
+                raise ValueError(
+                    f"{channels.names[i]} is in {channels[i].units!r} on"
+                    f" {channels[i].level_units!r} levels, {first.name} in {first.units!r} on"
+                    f" {first.level_units!r} levels: a variable of the forecast has one unit"
+                )
+        if first.level is None:
+            if len(members) > 1:
+                raise ValueError(f"{variable} occurs with levels and without; rename one of them")
+            found.append(Layout(variable=variable, positions=(members[0],)))
+            continue
+        members.sort(key=lambda i: channels[i].level)
+        levels = tuple(float(channels[i].level) for i in members)
+        key = (levels, first.level_units)
+        if key not in dims:
+            stem = "depth" if first.level_units == "m" else "level"
+            names = (stem if n == 1 else f"{stem}_{n}" for n in range(1, 2 * len(channels) + 9))
+            dims[key] = next(name for name in names if name not in taken)
+            taken.add(dims[key])
+        found.append(
+            Layout(variable=variable, positions=tuple(members), levels=levels,
+                   level_units=first.level_units, dim=dims[key])
+        )  # fmt: skip
+    return found
+
+
+class ForecastWriter:
+    """A forecast being written; use it in a `with` block.
+
+    Leaving the block without an error closes the file and marks it complete. After an error,
+    or a kill, `complete` stays 0. At no time is more than one lead held in memory.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        channels: Channels,
+        grid: Grid,
+        init_times: Sequence[cftime.datetime],
+        valid_times: np.ndarray,
+        nominal_step_seconds: float,
+        regular: bool,
+        attributes: dict[str, Any],
+        format: Literal["zarr", "netcdf"] | None = None,
+        inputs: Sequence[str | Path] = (),
+    ) -> None:
+        """
+        channels: what is predicted, in physical units, in the order of `write`.
+        init_times: increasing. valid_times: (init, lead) in the same calendar; column 0 is one
+        model step after the initial time.
+        nominal_step_seconds: one model step; of a monthly axis the mean month's, with
+        regular=False. attributes: provenance; text and numbers as they are, the rest as JSON.
+        format: by default what the suffix says, `.zarr` or `.nc`.
+        inputs: what the forecast is made from (store, run); the path may not lie in any of them.
+        """
+        self.path = Path(path)
+        self.channels, self.grid = channels, grid
+        self.init_times = list(init_times)
+        self.num_leads = _checked_times(self.init_times, valid_times, nominal_step_seconds, regular)
+        if not len(channels):
+            raise ValueError(f"{self.path}: a forecast needs at least one channel")
+        self._layouts = layouts(channels)
+        reserved = {"Conventions", "source", "format", "complete", "channels"} & set(attributes)
+        if reserved:
+            raise ValueError(f"attributes {', '.join(sorted(reserved))} are the writer's own")
+        chosen = format or {".zarr": "zarr", ".nc": "netcdf"}.get(self.path.suffix)
+        if chosen not in ("zarr", "netcdf"):
+            raise ValueError(f"{self.path}: end the name with .zarr or .nc, or give the format")
+        _refuse_path(self.path, inputs)
+        self._written = np.zeros((len(self.init_times), self.num_leads), dtype=bool)
+        self._closed = False
+        with self._naming("create"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._sink: Sink = ZarrSink(self.path) if chosen == "zarr" else NetcdfSink(self.path)
+        try:
+            with self._naming("create"):
+                self._describe(valid_times, int(nominal_step_seconds), regular, attributes)
+        except ValueError:
+            self.abandon()
+            raise
+
+    def _describe(
+        self, valid_times: np.ndarray, step: int, regular: bool, attributes: dict[str, Any]
+    ) -> None:
+        sink, channels = self._sink, self.channels
+        clock = {"units": UNITS, "calendar": self.init_times[0].calendar}
+        sink.put(
+            "init_time", np.array([seconds_of(date) for date in self.init_times], np.int64),
+            ("init_time",), {"standard_name": "forecast_reference_time",
+                             "long_name": "initial time", **clock},
+        )  # fmt: skip
+        leads = np.arange(1, self.num_leads + 1, dtype=np.int64) * step
+        hours = step % 3600 == 0
+        lead_attributes = {
+            "standard_name": "forecast_period",
+            "long_name": "lead time",
+            "units": "hours" if hours else "seconds",
+            # xarray makes a duration of it without being asked. Seconds, because nanoseconds
+            # end after 292 years.
+            "dtype": "timedelta64[s]",
+        }
+        if not regular:
+            lead_attributes["comment"] = (
+                f"nominal: multiples of {step / 86400:g} days; valid_time is exact"
+            )
+        sink.put("lead_time", leads // 3600 if hours else leads, ("lead_time",), lead_attributes)
+        seconds = [[seconds_of(date) for date in row] for row in valid_times]
+        sink.put(
+            "valid_time", np.array(seconds, np.int64), ("init_time", "lead_time"),
+            {"standard_name": "time", "long_name": "valid time", **clock},
+        )  # fmt: skip
+        for name, values, word, axis in (
+            ("lat", self.grid.lat, "latitude", "Y"), ("lon", self.grid.lon, "longitude", "X"),
+        ):  # fmt: skip
+            units = "degrees_north" if name == "lat" else "degrees_east"
+            sink.put(name, values, (name,), {"standard_name": word, "long_name": word,
+                                             "units": units, "axis": axis})  # fmt: skip
+        for dim, layout in {layout.dim: layout for layout in self._layouts if layout.dim}.items():
+            sink.put(dim, np.array(layout.levels), (dim,), _level_attributes(layout.level_units))
+        height, width = self.grid.shape
+        for layout in self._layouts:
+            first: Channel = channels[layout.positions[0]]
+            named = {"long_name": first.long_name or first.variable,
+                     "standard_name": first.standard_name, "units": first.units}  # fmt: skip
+            per_chunk = max(1, min(len(layout.levels), LARGEST_CHUNK_BYTES // (4 * height * width)))
+            level_shape = (len(layout.levels),) if layout.dim else ()
+            sink.create(
+                layout.variable,
+                (len(self.init_times), self.num_leads, *level_shape, height, width),
+                ("init_time", "lead_time", *((layout.dim,) if layout.dim else ()), "lat", "lon"),
+                (1, 1, *((per_chunk,) if layout.dim else ()), height, width),
+                {**{key: text for key, text in named.items() if text}, "coordinates": "valid_time"},
+            )
+        plain = {key: value if isinstance(value, str | int | float) and not isinstance(value, bool)
+                 else json.dumps(value) for key, value in attributes.items()}  # fmt: skip
+        sink.begin({
+            "Conventions": "CF-1.11", "title": "graticule forecast", **plain,
+            "source": f"graticule {__version__}", "format": FORMAT,
+            "channels": json.dumps(channels.to_list()), "complete": 0,
+        })  # fmt: skip
+
+    def write(self, init_index: int, lead_index: int, fields: np.ndarray) -> None:
+        """One lead: (channel, lat, lon) float32 in physical units, NaN on land, once each.
+
+        lead_index 0 is one model step. ValueError names the channel of an infinite value.
+        """
+        if self._closed:
+            raise ValueError(f"{self.path} is closed")
+        expected = (len(self.channels), *self.grid.shape)
+        if fields.shape != expected or fields.dtype != np.float32:
+            raise ValueError(
+                f"fields are {fields.dtype} {fields.shape}, the forecast wants float32 {expected}"
+            )
+        inits, leads = self._written.shape
+        if not (0 <= init_index < inits and 0 <= lead_index < leads):
+            raise ValueError(
+                f"init {init_index}, lead {lead_index} lies outside {inits} inits x {leads} leads"
+            )
+        where = f"init_time {self.init_times[init_index]}, lead {lead_index + 1}"
+        if self._written[init_index, lead_index]:
+            raise ValueError(f"{self.path}: {where} is written already")
+        for name, field in zip(self.channels.names, fields, strict=True):
+            if np.isinf(field).any():
+                raise ValueError(f"{name} is infinite at {where}: the forecast has blown up")
+        with self._naming(f"write {where}"):
+            for layout in self._layouts:
+                positions = list(layout.positions)
+                values = fields[positions] if layout.dim else fields[positions[0]]
+                self._sink.assign(layout.variable, init_index, lead_index, values)
+        self._written[init_index, lead_index] = True
+
+    def close(self) -> None:
+        """Mark the forecast complete; ValueError, and it is not, where a lead was not written."""
+        if self._closed:
+            return
+        absent = np.argwhere(~self._written)
+        if absent.size:
+            self.abandon()
+            init, lead = (int(i) for i in absent[0])
+            raise ValueError(
+                f"{self.path} stays incomplete: {len(absent)} of {self._written.size} leads were"
+                f" not written, the first is init_time {self.init_times[init]}, lead {lead + 1}"
+            )
+        try:
+            with self._naming("complete"):
+                self._sink.complete()
+                self._sink.release()
+            self._closed = True
+        finally:
+            if not self._closed:
+                self.abandon()
+
+    def abandon(self) -> None:
+        """Let go of the file; `complete` stays 0."""
+        self._closed = True
+        try:
+            self._sink.release()
+        except (OSError, RuntimeError) as error:
+            log.warning("%s: could not be closed after an error: %s", self.path, error)
+
+    def __enter__(self) -> "ForecastWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abandon()
+
+    @contextlib.contextmanager
+    def _naming(self, action: str) -> Iterator[None]:
+        """Errors of the file system as one line that names the path."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            # netCDF does not say that the disk is full.
+            there = self.path.parent
+            free = shutil.disk_usage(there).free / 2**20 if there.is_dir() else 0.0
+            raise ValueError(
+                f"{self.path}: cannot {action}: {error} ({free:.0f} MiB free there). What is there"
+                " is incomplete: make room or name another path, delete it, and forecast again"
+            ) from error
+
+
+def _checked_times(
+    init_times: list[cftime.datetime], valid_times: np.ndarray, step: float, regular: bool
+) -> int:
+    """The number of leads; ValueError where the times contradict each other."""
+    if not init_times:
+        raise ValueError("a forecast needs at least one initial time")
+    if valid_times.ndim != 2 or valid_times.shape[0] != len(init_times) or not valid_times.size:
+        raise ValueError(
+            f"valid_times have shape {valid_times.shape}, wanted ({len(init_times)} inits, leads)"
+        )
+    if step <= 0 or step != int(step):
+        raise ValueError(f"nominal_step_seconds={step} must be a positive whole number")
+    calendars = {date.calendar for date in [*init_times, *valid_times.flat]}
+    if len(calendars) > 1:
+        raise ValueError(f"the times of a forecast share one calendar, not {sorted(calendars)}")
+    inits = [seconds_of(date) for date in init_times]
+    for before, after, date in zip(inits, inits[1:], init_times[1:], strict=False):
+        if after <= before:
+            raise ValueError(f"initial times must increase; {date} does not")
+    for init, start, row in zip(init_times, inits, valid_times, strict=True):
+        seconds = [start, *(seconds_of(date) for date in row)]
+        for lead in range(1, len(seconds)):
+            late = seconds[lead] - start - lead * int(step)
+            if seconds[lead] <= seconds[lead - 1] or (regular and late):
+                raise ValueError(
+                    f"init_time {init}, lead {lead}: valid time {row[lead - 1]} is not"
+                    f" {lead} steps of {int(step)} s later"
+                )
+    return int(valid_times.shape[1])
+
+
+def _refuse_path(path: Path, inputs: Sequence[str | Path]) -> None:
+    for other in inputs:
+        resolved = Path(other).resolve()
+        if path.resolve() == resolved or resolved in path.resolve().parents:
+            raise ValueError(
+                f"{path} lies in {other}, which the forecast is made from; write it elsewhere"
+            )
+    if path.exists() or path.is_symlink():
+        raise ValueError(f"{path} exists already and is not overwritten; name another path")
+
+
+def _level_attributes(units: str) -> dict[str, str]:
+    if units == "m":
+        return {"standard_name": "depth", "long_name": "depth", "units": "m", "positive": "down",
+                "axis": "Z"}  # fmt: skip
+    if units in ("Pa", "hPa", "mbar", "millibar", "millibars"):
+        return {"standard_name": "air_pressure", "long_name": "pressure level", "units": units,
+                "positive": "down", "axis": "Z"}  # fmt: skip
+    return {"long_name": "level", "units": units or "1"}

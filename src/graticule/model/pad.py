@@ -1,0 +1,77 @@
+"""Pads: what lies beyond the edge of the field, for whoever is about to read it.
+
+`globe`: west and east are neighbours (circular), the poles are walls (zeros).
+`paper`: four walls (zeros), as in the published model.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Boundary = Literal["globe", "paper"]
+
+
+def reach(size: int, kernel: int, stride: int, dilation: int) -> tuple[int, int]:
+    """How many points before and after `size` points a centred convolution reads.
+
+    It has ceil(size / stride) outputs; output i reads inputs stride * i - before + dilation * j
+    for j < kernel. Only what is read is padded: (1, 0) for kernel 3, stride 2, an even size.
+    """
+    before = dilation * (kernel - 1) // 2
+    last = stride * (-(-size // stride) - 1) - before + dilation * (kernel - 1)
+    return before, max(0, last - (size - 1))
+
+
+class ConvPad(nn.Module):
+    """Pad (batch, feature, lat, lon) for a convolution that then runs without padding."""
+
+    def __init__(
+        self, boundary: Boundary, *, kernel: int, stride: int = 1, dilation: int = 1
+    ) -> None:
+        super().__init__()
+        self.boundary, self.kernel, self.stride, self.dilation = boundary, kernel, stride, dilation
+
+    def forward(self, x: Tensor) -> Tensor:
+        height, width = x.shape[-2:]
+        north, south = reach(height, self.kernel, self.stride, self.dilation)
+        west, east = reach(width, self.kernel, self.stride, self.dilation)
+        if self.boundary == "paper":
+            return F.pad(x, (west, east, north, south))
+        if max(west, east) > width or width % self.stride:
+            raise ValueError(
+                f"a circle of {width} columns cannot be read by kernel {self.kernel}, stride"
+                f" {self.stride}, dilation {self.dilation}: it needs a width that the stride"
+                f" divides and at least {max(west, east)} columns"
+            )
+        x = F.pad(x, (0, 0, north, south))
+        return torch.cat([x[..., width - west :], x, x[..., :east]], dim=-1)
+
+    def extra_repr(self) -> str:
+        return f"{self.boundary}, {self.kernel=}, {self.stride=}, {self.dilation=}"
+
+
+class FieldPad(nn.Module):
+    """Grow the field (batch, channel, lat, lon) with zeros to whole patches; `crop` undoes it.
+
+    globe: rows are added in the south, to whole patches only. paper: on all sides, half of the
+    rows and columns (rounded down) before the field, up to the padded shape.
+    """
+
+    def __init__(self, boundary: Boundary, grid: tuple[int, int], shape: tuple[int, int]) -> None:
+        super().__init__()
+        self.grid = grid
+        rows, columns = shape[0] - grid[0], shape[1] - grid[1]
+        self.north = rows // 2 if boundary == "paper" else 0
+        self.west = columns // 2
+        self.south, self.east = rows - self.north, columns - self.west
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.north or self.south or self.west or self.east):
+            return x
+        return F.pad(x, (self.west, self.east, self.north, self.south))
+
+    def crop(self, x: Tensor) -> Tensor:
+        height, width = self.grid
+        return x[..., self.north : self.north + height, self.west : self.west + width]

@@ -1,0 +1,48 @@
+"""Named configurations. Each is a function that returns a whole `Config`."""
+
+import difflib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from graticule.config import Config, from_dict
+from graticule.recipes.demo import demo, demo_coast, demo_finetune, winds
+from graticule.recipes.wenhai import (
+    wenhai_large,
+    wenhai_medium,
+    wenhai_small,
+    wenhai_small_globe,
+    wenhai_small_p2,
+    wenhai_small_p8,
+)
+
+RECIPES: dict[str, Callable[[], Config]] = {
+    recipe.__name__.replace("_", "-"): recipe
+    for recipe in (
+        demo,
+        demo_finetune,
+        demo_coast,
+        winds,
+        wenhai_small,
+        wenhai_medium,
+        wenhai_large,
+        wenhai_small_p2,
+        wenhai_small_p8,
+        wenhai_small_globe,
+    )
+}
+
+
+def recipe(name: str) -> Config:
+    """The configuration called `name`, or that of a JSON file (a run's `config.json`)."""
+    if name in RECIPES:
+        return RECIPES[name]()
+    path = Path(name)
+    if path.suffix == ".json":
+        try:
+            return from_dict(json.loads(path.read_text()))
+        except (OSError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is no configuration: {error}") from None
+    near = difflib.get_close_matches(name, RECIPES, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ValueError(f"no recipe {name!r}{hint} (there are {', '.join(RECIPES)}, or a .json file)")

@@ -1,0 +1,110 @@
+"""The folder of a run: what may be written there, what a resumed run may change.
+
+config.json     the whole configuration
+run.json        versions, fingerprints, channels, sessions
+metrics.jsonl   one line a step (`progress.py`)
+checkpoints/    `checkpoint.py`
+
+"""
+
+import json
+import logging
+import platform
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import graticule
+from graticule.config import Config, from_dict
+from graticule.data.store import write_json
+from graticule.train import checkpoint
+from graticule.train.task import Task
+
+MAY_CHANGE = (
+    "train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.validate_every",
+    "train.tensorboard",
+)  # fmt: skip
+_log = logging.getLogger(__name__)
+
+
+def open_folder(out: Path, resume: bool) -> None:
+    """Refuse what cannot be written to or must not be written over, before any data is read."""
+    if resume and not (out / "config.json").is_file():
+        raise ValueError(
+            f"{out} holds no run to resume (no config.json there); name the run's folder, or start"
+            " a new run without --resume"
+        )
+    if not resume and out.is_dir() and any(out.iterdir()):
+        raise ValueError(
+            f"{out} exists already and is not overwritten; go on with --resume, or name another"
+            " folder with --out"
+        )
+    probe = out / ".writable"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"the output folder {out} is not writable: {error}; name another with --out"
+        ) from error
+
+
+def point_of_resume(config: Config, out: Path) -> Path:
+    """The checkpoint to go on from, if `config` is the run's own."""
+    saved = from_dict(json.loads((out / "config.json").read_text()))
+    before, now = _flat(saved), _flat(config)
+    changed = [key for key in now if before[key] != now[key] and key not in MAY_CHANGE]
+    if changed:
+        lines = "\n  ".join(
+            f"{key}: {before[key]!r} in the run, now {now[key]!r}" for key in changed
+        )
+        raise ValueError(
+            f"{out} was started with another configuration:\n  {lines}\nResume it as it was, or"
+            f" start a new run with train.start_from={out}. Only {', '.join(MAY_CHANGE)} may change"
+        )
+    if saved.train.steps != config.train.steps and config.train.schedule == "cosine":
+        _log.warning(
+            "train.steps was %d and is %d: the cosine schedule is that of %d steps from here on",
+            saved.train.steps, config.train.steps, config.train.steps,
+        )  # fmt: skip
+    return checkpoint.find(out)
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    values = config.to_dict()
+    name = values.pop("name")
+    return {"name": name} | {
+        f"{section}.{key}": value for section in values for key, value in values[section].items()
+    }
+
+
+def write_description(out: Path, task: Task, step: int) -> None:
+    session = {"after_step": step, "device": str(task.device), "versions": versions()}
+    path = out / "run.json"
+    earlier = json.loads(path.read_text())["sessions"] if path.exists() else []
+    write_json(out / "config.json", task.config.to_dict())
+    write_json(
+        path,
+        {
+            "name": task.config.name,
+            "fingerprints": task.fingerprints,
+            "channels": task.source.channel_names,
+            "parameters": sum(p.numel() for p in task.model.parameters()),
+            "rollout_gradient": task.config.train.rollout_gradient,
+            "leads": task.config.train.leads,
+            "sessions": [*earlier, session],
+        },
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the numbers."""
+    return {
+        "graticule": graticule.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,127 @@
+"""The loss: a weighted sum of errors over a global weight, never a mean of means.
+
+    loss = sum over leads k of  S_k / W
+    S_k  = sum over sample b, output offset o, channel c, cell y, x of  w[c, y, x] |p - t|^n
+    W    = (number of samples b in the whole step) x (number of o) x sum of w[c, y, x]
+
+w is 0 where the channel has no value (land) and the cell's area at sea. A sum adds up whatever
+way it is cut into micro-batches, stripes or ranks; every part divides by the same W.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Kind = Literal["mae", "mse"]
+
+
+@dataclass(frozen=True, eq=False)
+class LossWeights:
+    """What each predicted value counts.
+
+    cell: (channel, lat, lon) float32, 0 where not wet. Areas are relative to the mean cell, so
+        that their size does not depend on the planet's.
+    wet: (channel, lat, lon) bool.
+    total: exact sum of `cell`: the weight of one sample at one output offset.
+    """
+
+    cell: Tensor
+    wet: Tensor
+    total: float
+
+    @classmethod
+    def of(cls, wet: np.ndarray, cell_area: np.ndarray | None = None) -> "LossWeights":
+        """wet: (channel, lat, lon) bool. cell_area: (lat, lon), any unit; None: all cells alike.
+
+        ValueError if nothing is wet.
+        """
+        if not wet.any():
+            raise ValueError(f"no predicted channel has a wet cell among {wet.shape}: no loss")
+        relative = np.ones(wet.shape[-2:]) if cell_area is None else cell_area / cell_area.mean()
+        if (relative <= 0).any():
+            raise ValueError(f"cell areas must be positive, the least is {relative.min():g}")
+        cell = (wet * relative).astype(np.float32)
+        # Of the rounded weights, so that an error of 2 everywhere is a loss of 2.
+        total = float(cell.sum(dtype=np.float64))
+        return cls(torch.from_numpy(cell), torch.from_numpy(wet.astype(bool)), total)
+
+    def to(self, device: torch.device | str) -> "LossWeights":
+        return LossWeights(self.cell.to(device), self.wet.to(device), self.total)
+
+
+def weighted_error(predicted: Tensor, target: Tensor, weights: LossWeights, kind: Kind) -> Tensor:
+    """Weighted sum of absolute or squared errors, a float64 scalar. Not divided by anything.
+
+    predicted, target: (batch, output offset, channel, lat, lon), normalised. What `target` holds
+    where a channel is not wet, NaN too, reaches neither the sum nor the gradient. NaN at sea does.
+    """
+    if predicted.shape != target.shape or predicted.shape[2:] != weights.cell.shape:
+        raise ValueError(
+            f"predicted {tuple(predicted.shape)}, target {tuple(target.shape)} and weights"
+            f" {tuple(weights.cell.shape)} do not go together: (batch, output offset, channel,"
+            " lat, lon) twice and (channel, lat, lon)"
+        )
+    function = _AbsoluteError if kind == "mae" else _SquaredError
+    return function.apply(predicted, target, weights.cell, weights.wet)
+
+
+def _difference(predicted: Tensor, target: Tensor, wet: Tensor) -> Tensor:
+    """predicted - target in float32 (float64 of float64), 0 where not wet."""
+    # Half precision would round a small difference of large numbers.
+    wide = torch.promote_types(torch.promote_types(predicted.dtype, target.dtype), torch.float32)
+    # Before any arithmetic with a weight: 0 x NaN is NaN.
+    return torch.where(wet, predicted.to(wide) - target.to(wide), 0.0)
+
+
+class _AbsoluteError(torch.autograd.Function):
+    """Keeps one byte a value for the backward pass, the sign of the error."""
+
+    @staticmethod
+    def forward(ctx: Any, predicted: Tensor, target: Tensor, cell: Tensor, wet: Tensor) -> Tensor:
+        learns = ctx.needs_input_grad[0]
+        kept = predicted.shape if learns else (0,)
+        sign = torch.empty(kept, dtype=torch.int8, device=predicted.device)
+        total = torch.zeros((), dtype=torch.float64, device=predicted.device)
+        # One sample at a time: the float32 temporaries are those of one sample.
+        for b in range(predicted.shape[0]):
+            difference = _difference(predicted[b], target[b], wet)
+            if learns:
+                sign[b] = torch.sign(difference)
+            total += (difference.abs_().mul_(cell)).sum(dtype=torch.float64)
+        ctx.save_for_backward(sign, cell)
+        ctx.dtype = predicted.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        sign, cell = ctx.saved_tensors
+        wide = torch.promote_types(ctx.dtype, torch.float32)
+        # `cell` is made wide itself: a scalar of any type would not widen it.
+        each = cell.to(wide) * gradient.to(wide)
+        return (sign * each).to(ctx.dtype), None, None, None
+
+
+class _SquaredError(torch.autograd.Function):
+    """Keeps the error for the backward pass, four bytes a value (eight of float64)."""
+
+    @staticmethod
+    def forward(ctx: Any, predicted: Tensor, target: Tensor, cell: Tensor, wet: Tensor) -> Tensor:
+        difference = _difference(predicted, target, wet)
+        total = torch.zeros((), dtype=torch.float64, device=predicted.device)
+        for one in difference:
+            total += (one.square().mul_(cell)).sum(dtype=torch.float64)
+        ctx.save_for_backward(difference, cell)
+        ctx.dtype = predicted.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        difference, cell = ctx.saved_tensors
+        twice = cell.to(difference.dtype) * (2 * gradient.to(difference.dtype))
+        return (difference * twice).to(ctx.dtype), None, None, None

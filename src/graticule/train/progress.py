@@ -1,0 +1,114 @@
+"""What a run says while it runs: one JSON line a step, and TensorBoard where it is wanted.
+
+Keys of a line:
+
+step                optimizer step, from 1
+loss                summed over leads; `lead_losses` each of them where there are several
+gradient_norm       global, before clipping
+learning_rate       that this step used
+samples_per_s       samples of this step over its wall time, waits included
+cells_per_s         values predicted and scored per second: samples x leads x output times x
+                    predicted channels x lat x lon. It compares runs of different resolution
+data_wait_share     share of the wall time spent waiting for the reader
+memory_gib          peak so far: CUDA's allocator on a GPU, else this process's resident set
+loss_scale          float16 only; `skipped` is true where the step was left out
+validation_loss     where it was computed after this step
+"""
+
+import json
+import math
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """Appends to `metrics.jsonl`, each line flushed.
+
+    after_step: lines past it are dropped: a resumed run takes these steps again.
+    """
+
+    def __init__(self, run: Path, *, after_step: int = 0, tensorboard: bool = False) -> None:
+        self._board = _summary_writer(run, after_step) if tensorboard else None
+        path = run / FILE
+        _drop_after(path, after_step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        """One step's line. Numbers that are not finite become null: JSON has no others."""
+        line = json.dumps({key: _plain(value) for key, value in metrics.items()})
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise ValueError(
+                f"cannot write {self._file.name}: {error}; make room, then resume from the last"
+                " checkpoint"
+            ) from error
+        if self._board:
+            for key, value in metrics.items():
+                if isinstance(value, float):
+                    self._board.add_scalar(key, value, metrics["step"])
+            self._board.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board:
+            self._board.close()
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """All whole lines of a run's `metrics.jsonl`."""
+    path = run / FILE
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    metrics = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            metrics.append(json.loads(line))
+        except json.JSONDecodeError:
+            # A killed process leaves half a line at the end, and nowhere else.
+            if number < len(lines):
+                raise ValueError(f"{path}: line {number} is not JSON") from None
+    return metrics
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak memory so far, GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _drop_after(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = [line for line in read_metrics(path.parent) if line["step"] <= step]
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _summary_writer(run: Path, after_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError(
+            "train.tensorboard=true needs TensorBoard: pip install 'graticule[tensorboard]'"
+        ) from None
+    return SummaryWriter(log_dir=str(run / "tensorboard"), purge_step=after_step + 1)

@@ -1,0 +1,188 @@
+"""One optimizer step: rollout, loss, backward, one global norm, update.
+
+The loss is a local weighted sum over a *global* weight (`loss.py`), so micro-batches, and later
+ranks, add up without any further division. Nothing else in the package calls `backward`.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from graticule.forecast.rollout import rollout
+from graticule.train.loss import Kind, LossWeights, weighted_error
+from graticule.train.optimizer import Average
+
+
+class MicroBatch(Protocol):
+    """What a step needs of a batch (`data.loader.Batch` is one)."""
+
+    keys: list[int]
+    inputs: Tensor
+
+    def lead(self) -> tuple[Tensor, Tensor]:
+        """(forcing, labels) of the next lead."""
+
+    @property
+    def init_times(self) -> Sequence[Any]:
+        """Of the samples, for messages."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Objective:
+    """What is minimised: the errors of a rollout's leads. Training and validation share it.
+
+    inputs, forcing, labels: stored numbers on the device to normalised ones (`Normaliser`).
+    statics: (channel, lat, lon) on the device that computes.
+    num_outputs: output offsets of a model step.
+    detach: each lead's input is a constant, the gradient does not cross leads.
+    """
+
+    inputs: Callable[[Tensor], Tensor]
+    forcing: Callable[[Tensor], Tensor]
+    labels: Callable[[Tensor], Tensor]
+    statics: Tensor
+    weights: LossWeights
+    kind: Kind
+    leads: int
+    num_prognostic: int
+    num_outputs: int = 1
+    detach: bool = False
+
+    def weight(self, samples: int) -> float:
+        """The global weight of one lead of `samples` samples."""
+        return self.weights.total * self.num_outputs * samples
+
+    def errors(self, model: nn.Module, batch: MicroBatch) -> Iterator[Tensor]:
+        """Weighted error sums of leads 1, 2, ..., float64 scalars, differentiable."""
+        device = self.statics.device
+        labels: list[Tensor] = []
+
+        def forcing(lead: int) -> Tensor:
+            given, truth = batch.lead()
+            labels.append(truth)
+            return self.forcing(given.to(device, non_blocking=True))
+
+        inputs = self.inputs(batch.inputs.to(device, non_blocking=True))
+        for predicted in rollout(
+            model,
+            inputs,
+            forcing,
+            self.statics,
+            self.weights.wet,
+            leads=self.leads,
+            num_prognostic=self.num_prognostic,
+            detach=self.detach,
+        ):
+            truth = self.labels(labels.pop().to(device, non_blocking=True))
+            yield weighted_error(predicted, truth, self.weights, self.kind)
+
+
+@dataclass
+class LossScale:
+    """Factor of the loss that lifts float16 gradients out of the range where they vanish.
+
+    Halved at a step whose gradients are not finite, doubled after `growth_steps` good ones in a
+    row. A power of two: scaling and unscaling round nothing.
+    """
+
+    value: float = 2.0**16
+    good_steps: int = 0
+    growth_steps: int = 2000
+    least: float = field(default=1.0, repr=False)
+
+    def good(self) -> None:
+        self.good_steps += 1
+        if self.good_steps >= self.growth_steps:
+            self.value, self.good_steps = self.value * 2, 0
+
+    def bad(self) -> bool:
+        """Halve; False if the scale is at its least already."""
+        self.good_steps = 0
+        if self.value <= self.least:
+            return False
+        self.value = max(self.value / 2, self.least)
+        return True
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """loss: summed over leads. lead_losses: of each. gradient_norm: before clipping.
+    applied: False where a float16 step was left out and the loss scale lowered."""
+
+    loss: float
+    lead_losses: tuple[float, ...]
+    gradient_norm: float
+    applied: bool
+
+
+def training_step(
+    model: nn.Module,
+    objective: Objective,
+    batches: Iterable[MicroBatch],
+    *,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    samples: int,
+    learning_rate: float,
+    clip_norm: float = 0.0,
+    loss_scale: LossScale | None = None,
+    average: Average | None = None,
+) -> StepResult:
+    """Take optimizer step `step` on the micro-batches, which hold `samples` samples in all.
+
+    learning_rate: of this step. clip_norm: largest global norm; 0: no clipping.
+    loss_scale: for float16. Gradients stay in `.grad`, clipped, until the next step.
+    ValueError where loss or gradient is not finite; the parameters are then untouched.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    weight = objective.weight(samples)
+    scale = loss_scale.value if loss_scale else 1.0
+    sums = torch.zeros(objective.leads, dtype=torch.float64, device=objective.statics.device)
+    seen: list[Any] = []
+    for batch in batches:
+        seen += batch.init_times
+        waiting: list[Tensor] = []
+        for lead, error in enumerate(objective.errors(model, batch), start=1):
+            sums[lead - 1] += error.detach()
+            waiting.append(error)
+            # Detached leads share no graph: each is freed before the next one is computed.
+            if objective.detach or lead == objective.leads:
+                (torch.stack(waiting).sum() * (scale / weight)).backward()
+                waiting.clear()
+    assert len(seen) == samples, f"{len(seen)} samples came where {samples} were announced"
+
+    # Each parameter once, a shared one too.
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if scale != 1.0:
+        for gradient in gradients:
+            gradient.mul_(1 / scale)
+    norm = torch.nn.utils.get_total_norm(gradients)
+    # The only wait for the device in a step.
+    *lead_losses, gradient_norm = torch.cat([sums / weight, norm.double().reshape(1)]).tolist()
+    loss = math.fsum(lead_losses)
+    result = StepResult(loss, tuple(lead_losses), gradient_norm, applied=True)
+    if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
+        if loss_scale and loss_scale.bad():
+            return StepResult(loss, tuple(lead_losses), gradient_norm, applied=False)
+        times = ", ".join(str(time) for time in seen)
+        raise ValueError(
+            f"step {step}: loss {loss:g}, gradient norm {gradient_norm:g} with samples that"
+            f" start at {times}; the weights are as they were before this step. Look at these"
+            " dates with `graticule data check`; if they are sound, lower train.learning_rate or"
+            " train.clip_norm, or use train.precision=fp32"
+        )
+    if clip_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+    if loss_scale:
+        loss_scale.good()
+    if average:
+        average.update(model, step)
+    return result

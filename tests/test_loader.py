@@ -1,0 +1,249 @@
+"""Samples and batches: which there are, in which order, and what happens when reading fails."""
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from graticule.config import DataConfig
+from graticule.data.loader import Loader, Order
+from graticule.data.samples import SampleSource, SampleSpec
+from graticule.data.store import Store
+from small_store import field, small_grid, write_store
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return write_store(tmp_path_factory.mktemp("data") / "store")
+
+
+def source_of(store: Store, **settings: object) -> SampleSource:
+    return SampleSource(store, DataConfig(store=str(store.path), **settings))  # type: ignore[arg-type]
+
+
+def read(source: SampleSource, order: Order, numbers: range, batch: int, leads: int = 1,
+         roll_seed: int | None = None) -> list[tuple[int, int, torch.Tensor]]:  # fmt: skip
+    """(number, start, [inputs, forcing and labels of each lead]) of every sample."""
+    loader = Loader(source, order, numbers, batch=batch, leads=leads, roll_seed=roll_seed)
+    taken = []
+    with closing(iter(loader)) as batches:
+        for one in batches:
+            parts = [one.inputs]
+            for _ in range(leads):
+                parts += one.lead()
+            planes = torch.cat([part.flatten(1, 2) for part in parts], dim=1)
+            taken += list(zip(one.keys, one.starts, planes, strict=True))
+    return taken
+
+
+def test_a_window_never_crosses_a_missing_day(tmp_path: Path) -> None:
+    days = [day for day in range(20) if day != 8]
+    splits = {"train": ["2003-02-21/2003-03-12"]}
+    source = source_of(write_store(tmp_path / "gap", days=days, splits=splits))
+    starts = source.starts("train", leads=3)
+    assert len(starts) == 13
+    assert [days[start] for start in starts] == [0, 1, 2, 3, 4, *range(9, 17)]
+
+
+def test_two_ranges_far_apart_give_their_own_windows(tmp_path: Path) -> None:
+    days = [*range(10), *range(400, 410)]
+    splits = {"train": ["2003-02-21/2003-03-02", "2004-03-27/2004-04-05"]}
+    source = source_of(write_store(tmp_path / "years", days=days, splits=splits))
+    assert len(source.starts("train", leads=3)) == 14
+
+
+def test_two_ranges_side_by_side_are_one(tmp_path: Path) -> None:
+    source = source_of(
+        write_store(tmp_path / "joined", days=range(20), splits={}),
+        train=("2003-02-21/2003-03-02", "2003-03-03/2003-03-12"),
+    )
+    assert len(source.starts("train", leads=3)) == 17
+
+
+def test_windows_stay_inside_their_split_with_history_and_stride(store: Store) -> None:
+    source = source_of(store, input_offsets=(-1, 0), output_offsets=(1, 2), stride=2)
+    # Days 0 to 15: history reaches 2 back, one lead 4 ahead.
+    assert list(source.starts("train", leads=1)) == list(range(2, 12))
+    assert source.spec == SampleSpec(inputs=(-2, 0), outputs=(2, 4), forcings=(0,))
+    assert source.spec.label_offsets(2) == (6, 8)
+    assert source.spec.given_offsets(2) == (4,)
+
+
+def test_splits_that_share_a_time_are_refused(store: Store) -> None:
+    source = source_of(store, train=("2003-02-21/2003-03-09",), validation=("2003-03-09",))
+    with pytest.raises(ValueError, match=r"validation shares 1 times .* 2003-03-09"):
+        source.starts("train", leads=1)
+
+
+def test_no_sample_of_one_split_touches_another(store: Store) -> None:
+    source = source_of(store, input_offsets=(-1, 0))
+    touched = {}
+    for split in ("train", "validation", "test"):
+        starts = source.starts(split, leads=2)
+        touched[split] = {int(start + offset) for start in starts for offset in (-1, 0, 1, 2)}
+    assert not touched["train"] & touched["validation"]
+    assert not touched["validation"] & touched["test"]
+    assert touched["train"] == set(range(16))
+
+
+def test_a_split_too_short_for_the_rollout_says_so(store: Store) -> None:
+    with pytest.raises(ValueError, match=r"validation split has 4 times .* 5 steps \(4 leads\)"):
+        source_of(store).starts("validation", leads=4)
+
+
+def test_a_hole_at_sea_is_an_error_that_names_it(tmp_path: Path) -> None:
+    source = source_of(write_store(tmp_path / "hole", hole=("temperature", 8)))
+    with pytest.raises(ValueError, match=r"temperature at 2003-03-01 .*\(1 cells\).*drop-window"):
+        source.starts("train", leads=1)
+
+
+def test_a_hole_drops_the_windows_that_touch_it(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "hole", hole=("temperature", 8))
+    source = source_of(store, holes="drop-window")
+    assert list(source.starts("train", leads=2)) == [0, 1, 2, 3, 4, 5, 9, 10, 11, 12, 13]
+
+
+def test_a_hole_in_a_channel_that_is_not_used_does_not_matter(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "hole", hole=("temperature", 8))
+    source = source_of(store, prognostic=("salinity",))
+    assert len(source.starts("train", leads=1)) == 15
+
+
+def test_the_configuration_gives_roles_and_the_store_fills_the_rest(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "roles", diagnostic=("rain",))
+    source = source_of(store, prognostic=("rain",), forcing=("temperature",))
+    assert source.channel_names == {
+        "prognostic": ["rain"], "diagnostic": [], "forcing": ["temperature"], "static": [],
+    }  # fmt: skip
+
+
+def test_one_channel_in_two_roles_is_refused(store: Store) -> None:
+    with pytest.raises(ValueError, match=r"prognostic and data\.forcing both name salinity"):
+        source_of(store, prognostic=("salinity",), forcing=("salinity", "wind"))
+
+
+def test_samples_hold_the_fields_of_their_times(store: Store) -> None:
+    source = source_of(store, input_offsets=(-1, 0), forcing_offsets=(0, 1))
+    sample = source.sample(5)
+    grid = small_grid()
+    assert str(sample.init_time) == "2003-02-26 00:00:00"
+
+    def expected(days: tuple[int, ...], channels: tuple[int, ...]) -> np.ndarray:
+        planes = [[field(c, day, grid) for c in channels] for day in days]
+        return np.array(planes, dtype=np.float32)
+
+    np.testing.assert_array_equal(sample.inputs(), expected((4, 5), (0, 1)))
+    np.testing.assert_array_equal(sample.labels(3), expected((8,), (0, 1)))
+    np.testing.assert_array_equal(sample.forcing(3), expected((7, 8), (2,)))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 7, 10])
+def test_every_window_comes_once_whatever_the_batch(store: Store, batch: int) -> None:
+    source = source_of(store, train=("2003-02-21/2003-03-02",))
+    starts = source.starts("train", leads=3)
+    assert len(starts) == 7
+    loader = Loader(source, Order(starts, None), range(7), batch=batch, leads=3)
+    taken = read(source, Order(starts, None), range(7), batch, leads=3)
+    assert [start for _, start, _ in taken] == list(range(7))
+    assert len(loader) == -(-7 // batch)
+
+
+def test_each_epoch_is_another_permutation_of_all_starts() -> None:
+    starts = np.arange(100, 130)
+    order = Order(starts, seed=3)
+    epochs = [[order.start(30 * epoch + i) for i in range(30)] for epoch in range(3)]
+    assert all(sorted(epoch) == list(starts) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert [Order(starts, seed=3).start(i) for i in range(30)] == epochs[0]
+    assert [Order(starts, seed=4).start(i) for i in range(30)] != epochs[0]
+
+
+def test_ten_batches_are_five_and_five(store: Store) -> None:
+    source = source_of(store)
+    order = Order(source.starts("train", leads=2), seed=1)
+    whole = read(source, order, range(20), batch=2, leads=2, roll_seed=5)
+    halves = [read(source, order, part, batch=2, leads=2, roll_seed=5)
+              for part in (range(10), range(10, 20))]  # fmt: skip
+    joined = halves[0] + halves[1]
+    assert [number for number, _, _ in joined] == list(range(20))
+    for (n, start, planes), (m, other_start, other_planes) in zip(whole, joined, strict=True):
+        assert (n, start) == (m, other_start)
+        assert torch.equal(planes, other_planes)
+
+
+def test_what_was_read_ahead_is_not_counted_as_taken(store: Store) -> None:
+    source = source_of(store)
+    order = Order(source.starts("train", leads=1), seed=1)
+    loader = Loader(source, order, range(8), batch=2, leads=1, ahead=8)
+    with closing(iter(loader)) as batches:
+        first = next(batches)
+        first.lead()
+    after = read(source, order, range(2, 8), batch=2)
+    whole = read(source, order, range(8), batch=2)
+    assert first.keys == [0, 1]
+    assert [start for _, start, _ in after] == [start for _, start, _ in whole][2:]
+
+
+def test_a_roll_turns_all_planes_of_a_sample_alike_and_samples_apart(store: Store) -> None:
+    source = source_of(store)
+    order = Order(source.starts("train", leads=1), seed=None)
+    still = read(source, order, range(8), batch=4)
+    turned = read(source, order, range(8), batch=4, roll_seed=0)
+    shifts = []
+    for (_, _, plain), (_, _, rolled) in zip(still, turned, strict=True):
+        fits = [k for k in range(16) if torch.equal(torch.roll(plain, k, dims=-1), rolled)]
+        assert len(fits) == 1
+        shifts += fits
+    assert len(set(shifts)) > 3
+
+
+def test_a_readers_error_reaches_the_caller_every_time_it_asks(tmp_path: Path) -> None:
+    broken = write_store(tmp_path / "broken")
+    broken.shard_path(3).unlink()
+    loader = Loader(source_of(broken), Order(np.arange(10), None), range(10), batch=1, leads=1)
+    reached = []
+    with closing(iter(loader)) as batches:
+        for batch in batches:
+            reached.append(batch.starts[0])
+            if batch.starts[0] < 2:
+                batch.lead()
+                continue
+            for _ in range(2):
+                with pytest.raises(ValueError, match=r"2003-02-24 .*was never written or is lost"):
+                    batch.lead()
+            break
+    assert reached == [0, 1, 2]
+
+
+def test_leads_left_untaken_are_an_error_and_not_the_next_batchs(store: Store) -> None:
+    loader = Loader(source_of(store), Order(np.arange(8), None), range(8), batch=2, leads=2)
+    with closing(iter(loader)) as batches:
+        next(batches).lead()
+        with pytest.raises(AssertionError, match=r"batch \[0, 1\]: 1 leads were not taken"):
+            next(batches)
+
+
+def test_more_leads_than_announced_are_an_error(store: Store) -> None:
+    loader = Loader(source_of(store), Order(np.arange(8), None), range(8), batch=2, leads=1)
+    with closing(iter(loader)) as batches:
+        batch = next(batches)
+        batch.lead()
+        with pytest.raises(AssertionError, match="taken already"):
+            batch.lead()
+
+
+def test_batches_name_their_dates_and_count_the_wait(store: Store) -> None:
+    loader = Loader(source_of(store), Order(np.arange(8), None), range(2), batch=2, leads=1)
+    with closing(iter(loader)) as batches:
+        batch = next(batches)
+        batch.lead()
+    assert [f"{date:%m-%d}" for date in batch.init_times] == ["02-21", "02-22"]
+    assert loader.waited > 0
+
+
+def test_a_grid_other_than_the_configurations_is_refused(store: Store) -> None:
+    with pytest.raises(ValueError, match=r"data.grid=\(8, 15\) but .* is \(8, 16\)"):
+        SampleSource(store, replace(DataConfig(), grid=(8, 15)))
