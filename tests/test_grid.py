@@ -33,10 +33,8 @@ GLOBAL_ROWS = {
 
 
 @pytest.mark.parametrize("lat", GLOBAL_ROWS.values(), ids=GLOBAL_ROWS.keys())
-@pytest.mark.parametrize("lon", [columns(24), columns(2), np.array([0, 10, 40, 90, 200, 300.0])])
+@pytest.mark.parametrize("lon", [columns(24), columns(2), np.array([0, 40, 130, 190, 250, 301.0])])
 def test_areas_of_a_global_grid_add_up_to_the_sphere(lat: np.ndarray, lon: np.ndarray) -> None:
-    if len(lon) == 6 and not Grid(lat, lon).periodic:
-        lon = np.array([0, 40, 130, 190, 250, 301.0])  # uneven, and closes round the globe
     grid = Grid(lat, lon)
     assert grid.periodic
     assert grid.cell_area.shape == grid.shape
@@ -55,8 +53,11 @@ def test_gaussian_areas_are_close_to_the_gaussian_weights() -> None:
     lat = gaussian(64)
     weights = np.polynomial.legendre.leggauss(64)[1][::-1] / 2
     share = Grid(lat, columns(128)).cell_area.sum(1) / SPHERE
-    # Half-way edges are not the Gaussian edges: 3 % in the polar rows, far less elsewhere.
-    np.testing.assert_allclose(share, weights, rtol=0.05)
+    # Half-way edges are not the Gaussian edges. With the zeros j of J0 the polar row is
+    # ((j1 + j2) / 2)^2 J1(j1)^2 / 4 = 1.058 of its weight.
+    assert share[0] / weights[0] == pytest.approx(1.058, abs=1e-3)
+    assert share[-1] / weights[-1] == pytest.approx(1.058, abs=1e-3)
+    np.testing.assert_allclose(share[1:-1], weights[1:-1], rtol=2e-3)
     np.testing.assert_allclose(share[8:-8], weights[8:-8], rtol=1e-3)
 
 

@@ -148,6 +148,12 @@ def test_every_window_comes_once_whatever_the_batch(store: Store, batch: int) ->
     loader = Loader(source, Order(starts, None), range(7), batch=batch, leads=3)
     taken = read(source, Order(starts, None), range(7), batch, leads=3)
     assert [start for _, start, _ in taken] == list(range(7))
+    for _, start, planes in taken:
+        # Inputs, then forcing and labels of each lead.
+        expected = [store.read(start, [0, 1])]
+        for lead in range(3):
+            expected += [store.read(start + lead, [2]), store.read(start + lead + 1, [0, 1])]
+        np.testing.assert_array_equal(planes, np.concatenate(expected))
     assert len(loader) == -(-7 // batch)
 
 

@@ -105,6 +105,22 @@ def test_the_rollouts_gradient_is_full_or_detached_as_asked(detach: bool, gradie
 
 
 @pytest.mark.parametrize("detach", [False, True])
+def test_detached_leads_are_differentiated_one_by_one(detach: bool) -> None:
+    # When the second lead is asked for, the first one's graph is gone: its gradient is there.
+    model, seen = Times(2.0), []
+
+    class Watched(Batch):
+        def lead(self) -> tuple[Tensor, Tensor]:
+            seen.append(model.a.grad is not None)
+            return super().lead()
+
+    zero = torch.zeros(1, 1, 1, 1, 1)
+    batch = Watched(torch.ones(1, 1, 1, 1, 1), [zero] * 3)
+    take_step(model, objective(leads=3, detach=detach), [batch])
+    assert seen == [False, detach, detach]
+
+
+@pytest.mark.parametrize("detach", [False, True])
 @pytest.mark.parametrize("kind", ["mae", "mse"])
 def test_micro_batches_add_up_to_the_whole_batch(kind: str, detach: bool) -> None:
     task = objective(**MIXER, leads=3, kind=kind, detach=detach)

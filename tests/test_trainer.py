@@ -255,6 +255,8 @@ def test_float16_writes_its_loss_scale_and_resumes_with_it(store: Store, tmp_pat
     train(config, tmp_path / "run", resume=True)
     train(config, tmp_path / "whole")
     assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+    states = [checkpoint.read_state(checkpoint.find(tmp_path / run)) for run in ("run", "whole")]
+    assert states[0]["loss_scale"] == states[1]["loss_scale"]
     assert all(line["loss_scale"] > 0 for line in read_metrics(tmp_path / "run"))
 
 

@@ -128,6 +128,17 @@ def test_a_globe_is_padded_by_its_own_columns_and_by_zero_rows():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("kernel", "stride", "dilation"), [(3, 1, 1), (3, 2, 1), (5, 1, 2)])
+@pytest.mark.parametrize("height", [4, 5])
+def test_the_gradient_of_a_pad_is_its_adjoint(height, kernel, stride, dilation):
+    pad = ConvPad("globe", kernel=kernel, stride=stride, dilation=dilation)
+    x = torch.randn(2, 3, height, 6, dtype=torch.float64, requires_grad=True)
+    padded = pad(x)
+    y = torch.randn_like(padded)
+    padded.backward(y)
+    torch.testing.assert_close((padded * y).sum(), (x * x.grad).sum(), rtol=1e-13, atol=0)
+
+
 def test_a_kernel_wider_than_the_circle_is_refused():
     with pytest.raises(ValueError, match="circle of 4 columns"):
         ConvPad("globe", kernel=11)(torch.zeros(1, 1, 4, 4))

@@ -3,8 +3,12 @@
 import argparse
 import json
 import logging
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,10 @@ class _Parser(argparse.ArgumentParser):
 
     examples: Sequence[str] = ()
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # An option is written out: `--se` is a typing error, not `--set`.
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
     def format_help(self) -> str:
         shown = "\n".join(f"  {example}" for example in self.examples)
         return f"Examples:\n{shown}\n\n{super().format_help()}"
@@ -28,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0, 1 (a check that fails), 2 (the user can put it right) or
-    130 (interrupted)."""
+    130 (stopped by SIGINT or SIGTERM)."""
     parser = _build_parser()
     options = parser.parse_args(arguments)
     logging.basicConfig(
@@ -39,18 +47,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     logging.getLogger("graticule").setLevel(logging.INFO)
     try:
-        return options.run(options) or 0
-    except ValueError as error:
-        print(f"graticule: error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"graticule: error: {error}", file=sys.stderr)
+        with _terminated():
+            return options.run(options) or 0
+    except BrokenPipeError:
+        # Whoever read our output has enough; what is still buffered must not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:
+        lines = (line.strip() for line in str(error).splitlines())
+        print(f"graticule: error: {' '.join(lines)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
         print(f"graticule: {stop or 'interrupted'}", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        return 0
+
+
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """SIGTERM ends what runs in this block as Ctrl-C does: files closed, children ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python delivers signals to the main thread only
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt("SIGTERM: stopped")
+
+    former = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -59,7 +85,8 @@ def _demo(options: argparse.Namespace) -> int:
     summary = run_demo(
         Path(options.out), Path(options.data), settings=options.set, bar=_Bar, say=_say
     )
-    _print(options, summary, lambda: summary["text"])
+    text = summary.pop("text")
+    _print(options, summary, lambda: text)
     return 0
 
 
@@ -69,11 +96,13 @@ def _data_demo(options: argparse.Namespace) -> int:
 
     planet = Planet(
         num_runs=options.runs, samples_per_run=options.samples, seed=options.seed,
-        num_lat=options.lat, num_lon=options.lon,
+        num_lat=options.lat, num_lon=options.lon, dt_seconds=options.dt,
     )  # fmt: skip
     out = options.out or ("data/planet-coast.zarr" if options.coast else "data/planet.zarr")
     with _Bar("simulating", "samples") as bar:
-        store = write_demo_store(out, planet, coast=options.coast, progress=bar)
+        store = write_demo_store(
+            out, planet, coast=options.coast, workers=options.workers, progress=bar
+        )
     _print_store(options, store)
     return 0
 
@@ -175,7 +204,8 @@ def _train(options: argparse.Namespace) -> int:
     config = _config(options)
     out = Path(options.out or f"runs/{config.name}")
     with _Bar(f"training {config.name}", "steps") as bar:
-        last = train(config, out, resume=options.resume, device=options.device, progress=bar)
+        device = _device(options.device)
+        last = train(config, out, resume=options.resume, device=device, progress=bar)
     line = read_metrics(out)[-1]
     values = {"run": str(out), "checkpoint": str(last), **line}
     loss = f", validation {line['validation_loss']:.5f}" if "validation_loss" in line else ""
@@ -192,7 +222,7 @@ def _forecast(options: argparse.Namespace) -> int:
             Path(options.out) if options.out else None,
             starts=options.start,
             settings=options.set,
-            device=options.device,
+            device=_device(options.device),
             progress=bar,
         )
     _print(
@@ -209,13 +239,17 @@ def _forecast(options: argparse.Namespace) -> int:
 def _evaluate(options: argparse.Namespace) -> int:
     from graticule.tasks import evaluate_forecast
 
+    base = Path(options.out or Path(options.forecast).with_suffix(".scores"))
+    csv, json = (base.with_name(base.name + suffix) for suffix in (".csv", ".json"))
+    for path in (csv, json):
+        if path.exists() and not options.force:  # before hours of reading
+            raise ValueError(f"{path} exists already: name others with --out, or give --force")
     with _Bar("scoring", "fields") as bar:
         scores = evaluate_forecast(
             Path(options.forecast), store=options.store, settings=options.set, progress=bar
         )
-    base = Path(options.out or Path(options.forecast).with_suffix(".scores"))
-    scores.write_csv(base.with_name(base.name + ".csv"), force=options.force)
-    scores.write_json(base.with_name(base.name + ".json"), force=options.force)
+    scores.write_csv(csv, force=options.force)
+    scores.write_json(json, force=options.force)
     _print(options, scores.to_dict(), scores.table)
     return 0
 
@@ -241,6 +275,18 @@ def _config(options: argparse.Namespace) -> Any:
     return override(recipe(options.recipe), options.set)
 
 
+def _device(name: str | None) -> str | None:
+    """`name`, if PyTorch can compute there."""
+    import torch
+
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device {name} cannot be used here: {reason}") from None
+    return name
+
+
 class _Bar:
     """A progress bar on standard error, fed with (done, total[, metrics])."""
 
@@ -256,8 +302,8 @@ class _Bar:
 
         if self._bar is None:
             self._bar = tqdm(
-                total=total, initial=0, desc=self._title, unit=" " + self._unit, file=sys.stderr,
-                mininterval=0.5, dynamic_ncols=True, leave=True,
+                total=total, initial=done - 1 if metrics else 0, desc=self._title,
+                unit=" " + self._unit, file=sys.stderr, mininterval=0.5, dynamic_ncols=True,
             )  # fmt: skip
         if metrics:
             self._bar.set_postfix(loss=f"{metrics['loss']:.4f}", refresh=False)
@@ -273,7 +319,7 @@ def _say(text: str) -> None:
 
 
 def _print(options: argparse.Namespace, values: Any, text: Callable[[], str]) -> None:
-    print(json.dumps(values, indent=1) if options.json else text())
+    print(json.dumps(values, indent=1) if options.json else text(), flush=True)
 
 
 def _print_store(options: argparse.Namespace, store: Any) -> None:
@@ -373,7 +419,10 @@ def _build_parser() -> _Parser:
     planet.add_argument("--samples", type=int, default=84, help="six-hourly samples of a run")
     planet.add_argument("--lat", type=int, default=48)
     planet.add_argument("--lon", type=int, default=96)
+    planet.add_argument("--dt", type=float, default=360, metavar="SECONDS",
+                        help="solver step; a finer grid needs a shorter one")  # fmt: skip
     planet.add_argument("--seed", type=int, default=0)
+    planet.add_argument("--workers", type=int, help="processes (default: one a core)")
 
     ingest = add(
         kinds, "ingest", _data_ingest,

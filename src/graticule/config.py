@@ -11,6 +11,7 @@ import hashlib
 import json
 import typing
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -183,7 +184,8 @@ class TrainConfig:
     clip_norm: float = 1.0
     """Largest global gradient norm; 0: no clipping."""
     ema_decay: float = 0.0
-    """Exponential moving average of the weights; 0: none."""
+    """Exponential moving average of the weights; 0: none. Step n uses at most
+    (1 + n) / (10 + n), so that a short run forgets its random start."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Of activations and of the weights they meet; master weights stay in float32."""
     roll_longitude: bool = False
@@ -323,7 +325,7 @@ def from_dict(values: dict[str, Any]) -> Config:
         raise ValueError(f"a configuration is a table of sections, not {values!r}")
     _refuse_unknown(values, Config, "")
     try:
-        return TypeAdapter(Config).validate_python(values)
+        return _adapter().validate_python(values)
     except ValidationError as error:
         errors = error.errors(include_url=False)
         # One number or a pair: a list was meant as the pair, which is the later alternative.
@@ -372,6 +374,11 @@ def override(config: Config, settings: list[str]) -> Config:
     return from_dict(values)
 
 
+@cache
+def _adapter() -> TypeAdapter[Config]:
+    return TypeAdapter(Config)  # 10 ms to build
+
+
 def _parse(text: str, as_text: bool = False) -> Any:
     """as_text: numbers stay text, such as years (JSON lists are read all the same)."""
     try:
@@ -412,9 +419,6 @@ def _nearest(key: str, known: dict[str, Any], prefix: str) -> list[str]:
     for name, section in _fields(Config).items():
         for other in _fields(section) if name != "name" else ():
             homes.setdefault(other, []).append(f"{name}.{other}")
-    if key in homes:
-        return homes[key]
-    if here := difflib.get_close_matches(key, known, n=1, cutoff=0.5):
-        return [prefix + here[0]]
-    elsewhere = difflib.get_close_matches(key, homes, n=1, cutoff=0.5)
-    return homes[elsewhere[0]] if elsewhere else []
+    names = {**homes, **{name: [prefix + name] for name in known}}
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    return names[near[0]] if near else []

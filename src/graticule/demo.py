@@ -4,6 +4,7 @@ data -> pretraining -> fine-tuning over leads -> forecast -> scores -> picture, 
 """
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -71,8 +72,12 @@ def run_demo(
     def made_forecast() -> dict[str, Any] | None:
         if path.exists():
             return None
-        with bar("forecasting", "leads") as advance:
-            return forecast_from_run(tuned, path, progress=advance)
+        try:
+            with bar("forecasting", "leads") as advance:
+                return forecast_from_run(tuned, path, progress=advance)
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)  # half of it; the next run makes it anew
+            raise
 
     speed = stage("forecast", path.exists(), made_forecast)
     with open_forecast(path) as opened:
@@ -88,15 +93,17 @@ def run_demo(
         lambda: forecast_maps(path, store, out / "forecast.png", channel=store.channels.names[0],
                               leads=_three(scores.leads)),
     )  # fmt: skip
-    earlier = _earlier_seconds(out / "summary.json")
+    earlier = _earlier(out / "summary.json")
+    spent = {name: cost or earlier["seconds"].get(name, 0.0) for name, cost in seconds.items()}
+    figures = speed or earlier
     summary = {
         "leads": scores.leads,
         "lead_hours": [float(scores.lead_seconds[lead - 1] / 3600) for lead in scores.leads],
         "rmse_model": scores.normalised().tolist(),
         "rmse_persistence": scores.normalised("persistence").tolist(),
         "rmse_climatology": scores.normalised("climatology").tolist(),
-        "seconds": {name: spent or earlier.get(name, 0.0) for name, spent in seconds.items()},
-        "simulated_years_per_day": None if speed is None else speed["simulated_years_per_day"],
+        "seconds": spent,
+        "simulated_years_per_day": figures["simulated_years_per_day"],
         "store": str(data),
         "checkpoint": str(newest),
         "picture": str(picture),
@@ -106,6 +113,10 @@ def run_demo(
 
 
 def _configs(out: Path, data: Path, settings: Sequence[str]) -> tuple[Config, Config]:
+    for setting in settings:
+        key = setting.partition("=")[0]
+        if key in ("name", "data.store"):
+            raise ValueError(f"--set {setting}: the demo names its own; --out and --data move them")
     pretrain = override(recipe("demo"), [f"data.store={data}", *settings])
     pretrain = replace(pretrain, name="pretrain")
     finetune = recipe("demo-finetune")
@@ -144,12 +155,12 @@ def _three(leads: list[int]) -> tuple[int, ...]:
     return tuple(sorted({leads[0], leads[(len(leads) - 1) // 2], leads[-1]}))
 
 
-def _earlier_seconds(path: Path) -> dict[str, float]:
+def _earlier(path: Path) -> dict[str, Any]:
     """What stages cost when they ran: a stage that is used again keeps its figure."""
     try:
-        return dict(json.loads(path.read_text())["seconds"])
-    except (OSError, ValueError, KeyError):
-        return {}
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {"seconds": {}, "simulated_years_per_day": None}
 
 
 def _text(summary: dict[str, Any], scores: Scores) -> str:

@@ -31,8 +31,9 @@ def forecast_from_run(
 ) -> dict[str, Any]:
     """Forecast with a run's weights. `run`: its folder, or one of its checkpoints.
 
+    out: none: `forecast.zarr` in the run's folder, or `forecast-step-....zarr` of a checkpoint.
     starts: dates of the store; none: every `forecast.every`-th of the split `forecast.split`.
-    settings: `forecast.*` and `data.store` overrides.
+    settings: `forecast.*`, `data.store` and splits.
     """
     found = checkpoint.find(run)
     state = checkpoint.read_state(found)
@@ -51,7 +52,7 @@ def forecast_from_run(
         )
     leads = config.forecast.leads
     if starts:
-        chosen = [store.times.find(text) for text in starts]
+        chosen = sorted({store.times.find(text) for text in starts})
     else:
         chosen = source.starts(config.forecast.split, leads)[:: config.forecast.every].tolist()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -60,8 +61,9 @@ def forecast_from_run(
         found, model, source.channel_names,
         prefer_average=config.forecast.weights == "average",
     )  # fmt: skip
-    folder = run if (run / "config.json").is_file() else found
-    out = out or folder / "forecast.zarr"
+    if out is None:
+        named = found.resolve() == run.resolve()
+        out = found.parents[1] / (f"forecast-{found.name}.zarr" if named else "forecast.zarr")
     timing = forecast(
         model, source, statistics, out,
         starts=chosen, leads=leads, device=device, progress=progress,

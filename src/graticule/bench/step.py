@@ -1,8 +1,9 @@
 """`graticule bench step`: one training step against the machine's own matrix product."""
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -113,11 +114,11 @@ def _training_step(precision: str) -> tuple[Callable[[], Any], float]:
         statics=torch.zeros(0, *GRID), weights=LossWeights.of(wet.numpy()), kind="mae", leads=1,
         num_prognostic=CHANNELS,
     )  # fmt: skip
-    numbers: Iterator[int] = iter(range(1, 1_000_000))
+    numbers, batch = itertools.count(1), _Batch()
 
     def step() -> Any:
         return training_step(
-            model, objective, [_Batch()], optimizer=optimizer, step=next(numbers), samples=1,
+            model, objective, [batch], optimizer=optimizer, step=next(numbers), samples=1,
             learning_rate=1e-4, clip_norm=1.0,
         )  # fmt: skip
 

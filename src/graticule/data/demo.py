@@ -1,6 +1,14 @@
 """Write the demo planet's runs as a store, split by run, with its statistics."""
 
-from collections.abc import Callable, Iterator
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -59,13 +67,19 @@ def write_demo_store(
     planet: Planet | None = None,
     *,
     coast: bool = False,
+    workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Store:
     """Simulate the planet and write it, one time step a shard, with statistics over `train`.
 
     coast: keep only cells over the sea of Earth's coastline; the others are land, without
-    values, and a static channel `sea` tells which is which. progress: (samples, samples in all).
+    values, and a static channel `sea` tells which is which.
+    workers: processes that simulate, at most one a run; none: one a core. The store is the same.
+    progress: (samples simulated, samples in all).
+    ValueError tells what does not fit; `out` is then as it was before.
     """
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers={workers} must be at least 1")
     planet = planet or Planet()
     grid = Grid(*planets.grid(planet))
     splits = splits_by_run(planet)
@@ -78,6 +92,9 @@ def write_demo_store(
             [Channel(variable="sea", units="1", role="static", long_name="1 at sea, 0 on land")]
         )
         static_fields = sea[None].astype(np.float32)
+    out = Path(out)
+    existed = out.exists()
+    workers = min(workers or _num_cpus(), planet.num_runs)
     writer = StoreWriter(
         out,
         channels=Channels(
@@ -100,16 +117,102 @@ def write_demo_store(
             "coast": coast,
         },
     )  # fmt: skip
-    for index, fields in enumerate(_samples(planet, progress)):
-        writer.write(index, np.where(sea, fields, np.nan))
-    store = writer.finish()
-    training = np.flatnonzero(store.times.within(store.splits["train"]))
-    compute(store, training).save(store)
+    try:
+        with closing(simulated(planet, workers, progress)) as runs:
+            for index, fields in enumerate(state for states in runs for state in states):
+                writer.write(index, np.where(sea, fields, np.nan))
+        store = writer.finish()
+        training = np.flatnonzero(store.times.within(store.splits["train"]))
+        compute(store, training).save(store)
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)  # it was empty: what is in it is ours, and half
+        if existed:
+            out.mkdir(exist_ok=True)
+        raise
     return store
 
 
-def _samples(planet: Planet, progress: Callable[[int, int], None] | None) -> Iterator[np.ndarray]:
-    for run in range(planet.num_runs):
-        yield from planets.simulate(planet, run)
+def simulated(
+    planet: Planet, workers: int, progress: Callable[[int, int], None] | None = None
+) -> Generator[np.ndarray, None, None]:
+    """The states of run after run, (time, channel, lat, lon), from so many processes.
+
+    The numbers do not depend on `workers`; 1: in this process. progress: as in
+    `write_demo_store`; with several processes it hears of whole runs.
+    """
+    total = planet.num_runs * planet.samples_per_run
+    done = 0
+
+    def count(samples: int) -> None:
+        nonlocal done
+        done += samples
         if progress:
-            progress((run + 1) * planet.samples_per_run, planet.num_runs * planet.samples_per_run)
+            progress(done, total)
+
+    if workers == 1:
+        for run in range(planet.num_runs):
+            yield planets.simulate(planet, run, count)
+        return
+    # Forked children of a process with threads may hang: they are started afresh.
+    context = multiprocessing.get_context("spawn")
+    others = multiprocessing.active_children()
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent)
+    try:
+        with _quiet_children():
+            futures = [pool.submit(planets.simulate, planet, run) for run in range(planet.num_runs)]
+        unseen = set(futures)
+        for future in futures:
+            while future in unseen:
+                finished, unseen = wait(unseen, return_when=FIRST_COMPLETED)
+                for seen in finished:
+                    count(len(seen.result()))
+            yield future.result()
+    except BrokenProcessPool as error:
+        raise ValueError(
+            f"a process that simulated the planet ended without a word ({error}): out of memory?"
+            " In a script of your own, call this under `if __name__ == '__main__':` or with"
+            " workers=1"
+        ) from error
+    finally:
+        # Whatever is left has no reader: an error, Ctrl-C.
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            if process not in others:
+                process.terminate()
+        pool.shutdown()
+
+
+@contextmanager
+def _quiet_children() -> Iterator[None]:
+    """Processes started in this block compute with one thread and never see Ctrl-C, which a
+    terminal sends to all: their parent ends them."""
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    former = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "1"))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        for name, value in former.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _end_with_parent() -> None:
+    """In a child: a parent that is killed cannot end its children."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _num_cpus() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

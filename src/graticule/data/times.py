@@ -56,8 +56,9 @@ class TimeAxis:
         if monthly and months.min() > 0:
             # Every 30 days is no month: the day drifts. A twelfth of a year (some files' month)
             # drifts too, but stays in its month; in the 360_day calendar 30 days keep the day.
-            even = seconds.size > 3 and np.ptp(differences) == 0
-            twelfth = abs(differences[0] - MEAN_MONTH_SECONDS) < 0.1 * 86400
+            unbroken = differences[days <= 32]
+            even = unbroken.size > 2 and np.ptp(unbroken) == 0
+            twelfth = abs(unbroken[0] - MEAN_MONTH_SECONDS) < 0.1 * 86400
             if not even or twelfth or len({date.day for date in axis.dates}) == 1:
                 return axis
         values, counts = np.unique(differences, return_counts=True)

@@ -21,7 +21,7 @@ SECONDS_A_YEAR = 365.25 * 86400
 
 @dataclass(frozen=True)
 class Timing:
-    """What a forecast cost. seconds: wall time of model and writing, without opening files.
+    """What a forecast cost. seconds: wall time of reading, model and writing.
 
     simulated_years_per_day: of all initial times together.
     """
@@ -81,7 +81,7 @@ def forecast(
 ) -> Timing:
     """Roll `model` out over `leads` model steps from each start and write the forecast file.
 
-    starts: indices of initial times in the store. batch: how many run side by side.
+    starts: indices of initial times in the store, increasing. batch: how many run side by side.
     attributes: provenance for the file. inputs: paths that must not be written to.
     ValueError for starts without the data they need, an output that exists, and predictions that
     are not finite (which names initial time and lead).
@@ -99,7 +99,6 @@ def forecast(
     times = store.times
     valid = [[times.advanced(start, offset) for offset in offsets] for start in starts]
     stride = source.config.stride
-    began = time.perf_counter()
     with (
         ForecastWriter(
             out,
@@ -115,10 +114,13 @@ def forecast(
         torch.inference_mode(),
     ):
         model.eval()
+        began = time.perf_counter()
         for first in range(0, len(starts), batch):
             samples = [source.sample(start) for start in starts[first : first + batch]]
 
             def forcing(lead: int, samples: list = samples) -> Tensor:
+                if not source.forcing:  # nothing to read, perhaps no such time
+                    return torch.empty(len(samples), 1, 0, *store.grid.shape, device=device)
                 return given(_stacked([s.forcing(lead) for s in samples]).to(device))
 
             fields = rollout(
@@ -138,8 +140,7 @@ def forecast(
                         place = (lead - 1) * values.shape[1] + output
                         writer.write(first + number, place, values[number, output])
                 if progress:
-                    progress((first + len(samples)) * leads if lead == leads else
-                             first * leads + lead * len(samples), len(starts) * leads)  # fmt: skip
+                    progress(first * leads + lead * len(samples), len(starts) * leads)
     years = len(starts) * len(offsets) * times.nominal_step_seconds * stride / SECONDS_A_YEAR
     return Timing(time.perf_counter() - began, years)
 

@@ -41,7 +41,7 @@ def recipe(name: str) -> Config:
     if path.suffix == ".json":
         try:
             return from_dict(json.loads(path.read_text()))
-        except (OSError, json.JSONDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ValueError(f"{path} is no configuration: {error}") from None
     near = difflib.get_close_matches(name, RECIPES, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""

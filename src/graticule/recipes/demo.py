@@ -19,15 +19,14 @@ def demo() -> Config:
         name="demo",
         data=DataConfig(store="data/planet.zarr"),
         model=ModelConfig(
-            patch=2, sampling=2, width=128, depth=4, heads=4, window=(6, 6), norm_groups=16
+            patch=2, sampling=2, width=64, depth=4, heads=4, window=(6, 6), norm_groups=8
         ),
         train=TrainConfig(
-            steps=600,
+            steps=300,
             batch=8,
-            learning_rate=1e-3,
+            learning_rate=2e-3,
             final_learning_rate=1e-5,
-            warmup_steps=50,
-            precision="bf16",
+            warmup_steps=30,
             roll_longitude=True,
             ema_decay=0.99,
         ),
@@ -41,11 +40,12 @@ def demo_finetune() -> Config:
     pretrain = demo()
     train = replace(
         pretrain.train,
-        steps=60,
+        steps=20,
         leads=4,
         schedule="constant",
         learning_rate=1e-4,
-        ema_decay=0.95,
+        warmup_steps=3,
+        ema_decay=0.9,
         start_from="runs/demo/pretrain",
     )
     return replace(pretrain, name="demo-finetune", train=train)

@@ -25,19 +25,23 @@ def forecast_maps(
 
     Truth and forecast share one scale; that of the differences is centred on zero and shared by
     all leads. Land is grey. Needs matplotlib (`pip install 'graticule[demo]'`).
+    ValueError where the store has not the forecast's grid, its channel or its valid times.
     """
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("pictures need matplotlib: pip install 'graticule[demo]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
     position = store.channels.index(channel)
     units = store.channels[position].units
     with open_forecast(forecast_path) as forecast:
         place = forecast.channels.index(channel)
-        if not all(1 <= lead <= forecast.num_leads for lead in leads):
+        if not forecast.grid.same_as(store.grid):
+            raise ValueError(f"{forecast_path} and {store.path} are on different grids")
+        if not 0 <= init < len(forecast.init_times):
+            last = len(forecast.init_times) - 1
+            raise ValueError(f"init={init}: {forecast_path} has initial times 0 to {last}")
+        if not leads or not all(1 <= lead <= forecast.num_leads for lead in leads):
             raise ValueError(f"leads {leads}: {forecast_path} has leads 1 to {forecast.num_leads}")
         rows = []
         for lead in leads:
@@ -54,10 +58,9 @@ def forecast_maps(
     high = max(np.nanmax([truth, field]) for _, _, truth, field in rows)
     most = max(np.nanmax(np.abs(field - truth)) for _, _, truth, field in rows)
     x, y = _corners(store.grid)
-    figure, axes = pyplot.subplots(
-        len(rows), 3, figsize=(13, 2.6 * len(rows) + 0.9), squeeze=False, layout="constrained",
-        sharex=True, sharey=True,
-    )  # fmt: skip
+    # Without pyplot: no window, and no figure that outlives this function.
+    figure = Figure(figsize=(13, 2.6 * len(rows) + 0.9), layout="constrained")
+    axes = figure.subplots(len(rows), 3, squeeze=False, sharex=True, sharey=True)
     for line, (lead, valid, truth, field) in zip(axes, rows, strict=True):
         panels = (
             (f"truth, {valid:%Y-%m-%d %H:%M}", truth, dict(vmin=low, vmax=high, cmap="viridis")),
@@ -83,7 +86,6 @@ def forecast_maps(
         fontsize=9, x=0.01, ha="left",
     )  # fmt: skip
     figure.savefig(out, dpi=110)
-    pyplot.close(figure)
     return Path(out)
 
 
