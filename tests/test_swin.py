@@ -10,6 +10,7 @@ from graticule.assemble import Shapes, build_model, describe, draw_weights, shap
 from graticule.config import Config, ModelConfig, override
 from graticule.model.swin import Swin, smallest_padded_shape
 from graticule.recipes import recipe
+from small_store import write_store
 
 
 def small(boundary="globe", grid=(17, 24), **settings):
@@ -229,3 +230,36 @@ def test_diagnostic_channels_are_not_added_to_a_state():
     out = model(x).unflatten(1, (2, 3))
     assert torch.equal(out[:, :, :2], x[:, None, 1:3].expand(-1, 2, -1, -1, -1))
     assert torch.equal(out[:, :, 2], torch.zeros_like(out[:, :, 2]))
+
+
+def test_weights_are_drawn_on_the_cpu_for_every_device(monkeypatch):
+    # A generator of the CPU cannot fill tensors elsewhere, and another one draws other numbers.
+    shapes = Shapes(
+        grid=(16, 16), num_prognostic=3, num_predicted=3, num_forcing=0, num_static=0,
+        num_inputs=1, num_outputs=1, num_forcings=1,
+    )  # fmt: skip
+    config = Config(model=ModelConfig(patch=2, width=8, depth=1, heads=2, window=4, norm_groups=2))
+    placed = []
+    plain = Swin.to
+
+    def place(model, *args, **kwargs):
+        if args and torch.device(args[0]).type == "cuda":
+            placed.append({name: value.clone() for name, value in model.state_dict().items()})
+            return model
+        return plain(model, *args, **kwargs)
+
+    monkeypatch.setattr(Swin, "to", place)
+    build_model(config, shapes, device="cuda")
+    (drawn,) = placed
+    want = build_model(config, shapes).state_dict()
+    assert all(torch.equal(drawn[name], want[name]) for name in want)
+
+
+def test_shapes_are_those_of_the_store_where_one_is_named(tmp_path):
+    write_store(tmp_path / "store", static=("relief",))
+    named = ["data.grid=8,16", "data.prognostic=temperature,salinity"]
+    alone = shapes_of_config(override(Config(), named))
+    assert (alone.in_channels, alone.out_channels) == (2, 2)
+    # The store has a forcing and a static that training would use.
+    with_store = shapes_of_config(override(Config(), [*named, f"data.store={tmp_path / 'store'}"]))
+    assert (with_store.in_channels, with_store.out_channels) == (4, 2)

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import logging
 import os
+import pickle
+import resource
 import shutil
 import signal
 import sys
@@ -23,6 +25,7 @@ from graticule.data.statistics import compute
 from graticule.data.store import Store
 from graticule.grid import Grid
 from graticule.train import Stopped, checkpoint, train
+from graticule.train.folder import held
 from graticule.train.optimizer import Schedule
 from graticule.train.progress import read_metrics
 from graticule.train.task import Task
@@ -336,7 +339,23 @@ def test_resuming_nothing_is_an_error(store: Store, tmp_path: Path) -> None:
     assert not (tmp_path / "absent").exists()
 
 
-def test_resuming_before_the_first_checkpoint_is_an_error(store: Store, tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_checkpoint_begins_again(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(store, steps=3)
+    train(config, tmp_path / "whole")
+    train(config, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:2]))
+    train(config, tmp_path / "run", resume=True)
+    assert "stopped at step 2, before its first checkpoint" in said(caplog)
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+
+
+def test_a_checkpoint_that_is_gone_is_an_error_and_no_fresh_start(
+    store: Store, tmp_path: Path
+) -> None:
     train(config_of(store, steps=1), tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     with pytest.raises(ValueError, match="holds no complete checkpoint"):
@@ -468,3 +487,124 @@ def test_tensorboard_that_is_not_installed_is_named(
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match=r"pip install 'graticule\[tensorboard\]'"):
         train(config_of(store, tensorboard=True), tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def five_steps(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("five") / "run"
+    train(config_of(store, steps=5), run)
+    return run
+
+
+LAST = "checkpoints/step-00000005"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b"", r"config\.json is damaged: Expecting value"),
+        ("config.json", b'{"name": "sm', r"config\.json is damaged: Unterminated"),
+        ("config.json", b"\xff\xfe", r"config\.json is damaged: .*can't decode"),
+        ("config.json", b"[]", r"config\.json is damaged: it holds \[\], not a table"),
+        ("run.json", b"{", r"run\.json is damaged"),
+        ("metrics.jsonl", b'{"step": 1}\n{"st\n{"step": 3}\n', r"line 2 is not the JSON of a step"),
+        ("metrics.jsonl", b'5\n{"step": 3}\n', r"line 1 is not the JSON of a step"),
+        (f"{LAST}/complete.json", b"", r"step-00000005 is damaged: complete\.json is not what"),
+        (f"{LAST}/complete.json", b"{}", r"step-00000005 is damaged: complete\.json is not what"),
+        (f"{LAST}/complete.json", b'{"files": 5}', r"damaged: complete\.json is not what"),
+        (f"{LAST}/state.json", b"{", r"damaged: state\.json has 1 bytes"),
+        (f"{LAST}/optimizer/model.safetensors", b"{", r"damaged: .*optimizer/.*was not there"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named(
+    store: Store, five_steps: Path, tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(five_steps, run)
+    (run / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        train(config_of(store), run, resume=True)
+
+
+def test_bytes_that_are_no_text_at_the_end_of_the_metrics_are_dropped(
+    store: Store, five_steps: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(five_steps, run)
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b"\0\0\xff\0")
+    train(config_of(store, steps=6), run, resume=True)
+    assert [line["step"] for line in numbers(run)] == [1, 2, 3, 4, 5, 6]
+
+
+class Trap:
+    """Raises where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return (pytest.fail, ("a pickle was opened",))
+
+
+@pytest.mark.parametrize("place", [".metadata", "model/.metadata", "optimizer/.metadata"])
+def test_a_pickle_planted_in_a_checkpoint_is_never_opened(
+    store: Store, five_steps: Path, tmp_path: Path, place: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(five_steps, run)
+    (run / LAST / place).write_bytes(pickle.dumps(Trap()))
+    if place == ".metadata":
+        train(config_of(store), run, resume=True)  # nobody looks there
+        return
+    with pytest.raises(ValueError, match=rf"is damaged: {place} was not there when it was written"):
+        train(config_of(store), run, resume=True)
+
+
+def test_two_processes_do_not_train_in_one_folder(
+    store: Store, five_steps: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(five_steps, run)
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    with held(run), pytest.raises(ValueError, match=r"another process trains in .*/run now"):
+        train(config_of(store), run, resume=True)
+    assert before == {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    with held(tmp_path), pytest.raises(ValueError, match="another process trains"), held(tmp_path):
+        pass
+    train(config_of(store, steps=6), run, resume=True)
+
+
+def test_a_killed_process_holds_its_folder_no_longer(tmp_path: Path) -> None:
+    def die() -> None:
+        with held(tmp_path):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_a_child(die) == signal.SIGKILL
+    with held(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(("limit", "file"), [(100, r"config\.json"), (6000, r"metrics\.jsonl")])
+def test_a_full_disk_names_the_file_it_refused(
+    store: Store, tmp_path: Path, limit: int, file: str
+) -> None:
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        config = config_of(store, steps=100, checkpoint_every=100)
+        with pytest.raises(ValueError, match=rf"cannot write .*{file}: .*File too large"):
+            train(config, tmp_path / "run")
+
+    assert in_a_child(fill) == 0
+    assert not list((tmp_path / "run").glob(".*"))
+
+
+def test_fine_tuning_another_model_says_first_what_differs(
+    store: Store, five_steps: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(store, steps=1, start_from=str(five_steps))
+    wide = dataclasses.replace(config, model=dataclasses.replace(config.model, width=32))
+    with pytest.raises(ValueError, match=r"model\.width is 16 there and 32 here") as caught:
+        train(wide, tmp_path / "wide")
+    assert "blocks.0.mlp.fc1.weight: checkpoint (64, 16) float32" in str(caught.value)
+    grouped = dataclasses.replace(config, model=dataclasses.replace(config.model, norm_groups=2))
+    with caplog.at_level(logging.WARNING):
+        train(grouped, tmp_path / "grouped")
+    assert "another model: model.norm_groups is 4 there and 2 here" in said(caplog)

@@ -5,6 +5,7 @@ substitute spatial modules -> split tensors -> checkpoint and offload -> shard -
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,15 +62,18 @@ def shapes_of(source: SampleSource) -> Shapes:
 
 
 def shapes_of_config(config: Config) -> Shapes:
-    """The same from the configuration alone where it says enough, else from its store."""
+    """The same from the store that the configuration names, if it is there already, else from
+    the configuration alone."""
     data = config.data
-    if data.grid is None or not data.prognostic:
-        if not data.store:
-            raise ValueError(
-                "the grid and the channels are not known: set data.store=PATH, or data.grid=LAT,LON"
-                " and data.prognostic=NAME,NAME,..."
-            )
+    enough = data.grid is not None and data.prognostic
+    if data.store and (Path(data.store).exists() or not enough):
+        # Its roles fill what the configuration leaves open, as they do in training.
         return shapes_of(SampleSource(Store(data.store), data))
+    if data.grid is None or not data.prognostic:
+        raise ValueError(
+            "the grid and the channels are not known: set data.store=PATH, or data.grid=LAT,LON"
+            " and data.prognostic=NAME,NAME,..."
+        )
     return Shapes(
         grid=data.grid,
         num_prognostic=len(data.prognostic),
@@ -97,7 +101,9 @@ def build_model(
     model = config.model
     newest = (shapes.num_inputs - 1) * shapes.num_prognostic
     compute = PRECISIONS[config.train.precision] if dtype is torch.float32 else dtype
-    with torch.device(device):
+    meta = torch.device(device).type == "meta"
+    # Drawn on the CPU, then placed: every device starts with the same weights.
+    with torch.device("meta" if meta else "cpu"):
         built = Swin(
             grid=shapes.grid,
             in_channels=shapes.in_channels,
@@ -117,7 +123,7 @@ def build_model(
             padded_shape=model.padded_shape,
             compute_dtype=compute,
         ).to(dtype=dtype)
-    if torch.device(device).type != "meta":
+    if not meta:
         draw_weights(built, config.train.seed)
     return built.to(device)
 

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"graticule: error: {' '.join(lines)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
-        print(f"graticule: {stop or 'interrupted'}", file=sys.stderr)
+        print(f"graticule: {str(stop) or 'interrupted'}", file=sys.stderr)
         return 130
 
 
@@ -96,7 +96,7 @@ def _data_demo(options: argparse.Namespace) -> int:
 
     planet = Planet(
         num_runs=options.runs, samples_per_run=options.samples, seed=options.seed,
-        num_lat=options.lat, num_lon=options.lon, dt_seconds=options.dt,
+        num_lat=options.lat, num_lon=options.lon, dt_seconds=options.dt_seconds,
     )  # fmt: skip
     out = options.out or ("data/planet-coast.zarr" if options.coast else "data/planet.zarr")
     with _Bar("simulating", "samples") as bar:
@@ -419,7 +419,7 @@ def _build_parser() -> _Parser:
     planet.add_argument("--samples", type=int, default=84, help="six-hourly samples of a run")
     planet.add_argument("--lat", type=int, default=48)
     planet.add_argument("--lon", type=int, default=96)
-    planet.add_argument("--dt", type=float, default=360, metavar="SECONDS",
+    planet.add_argument("--dt-seconds", type=float, default=360, metavar="SECONDS",
                         help="solver step; a finer grid needs a shorter one")  # fmt: skip
     planet.add_argument("--seed", type=int, default=0)
     planet.add_argument("--workers", type=int, help="processes (default: one a core)")
@@ -466,7 +466,7 @@ def _build_parser() -> _Parser:
 
     info = add(
         commands, "info", _info, "Parameters, tokens, padded shape and FLOPs; allocates nothing.",
-        ("graticule info demo --set data.grid=48,96 --set data.prognostic=u,v,h",
+        ("graticule info demo",
          "graticule info wenhai-medium --json",
          "graticule info wenhai-small-globe --set model.window=8,12"), sets=True,
     )  # fmt: skip

@@ -117,7 +117,8 @@ def _configs(out: Path, data: Path, settings: Sequence[str]) -> tuple[Config, Co
         key = setting.partition("=")[0]
         if key in ("name", "data.store"):
             raise ValueError(f"--set {setting}: the demo names its own; --out and --data move them")
-    pretrain = override(recipe("demo"), [f"data.store={data}", *settings])
+    # The store says how large the planet is.
+    pretrain = override(recipe("demo"), [f"data.store={data}", "data.grid=none", *settings])
     pretrain = replace(pretrain, name="pretrain")
     finetune = recipe("demo-finetune")
     finetune = replace(
@@ -145,7 +146,7 @@ def _is_trained(folder: Path, config: Config) -> bool:
 
 
 def _train(config: Config, folder: Path, bar: Bar) -> Path:
-    resume = bool((folder / "config.json").is_file() and checkpoint.complete(folder))
+    resume = (folder / "config.json").is_file()
     with bar(config.name, "steps") as advance:
         return train(config, folder, resume=resume, progress=advance)
 

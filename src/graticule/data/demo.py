@@ -11,6 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import cftime
 import numpy as np
@@ -167,38 +168,48 @@ def simulated(
                 for seen in finished:
                     count(len(seen.result()))
             yield future.result()
-    except BrokenProcessPool as error:
-        raise ValueError(
-            f"a process that simulated the planet ended without a word ({error}): out of memory?"
-            " In a script of your own, call this under `if __name__ == '__main__':` or with"
-            " workers=1"
-        ) from error
-    finally:
-        # Whatever is left has no reader: an error, Ctrl-C.
-        pool.shutdown(wait=False, cancel_futures=True)
+    except BaseException as error:  # of a child, Ctrl-C, a reader who has enough
         for process in multiprocessing.active_children():
             if process not in others:
                 process.terminate()
-        pool.shutdown()
+        if isinstance(error, BrokenProcessPool):
+            raise ValueError(
+                f"a process that simulated the planet ended without a word ({error}): out of"
+                " memory? In a script of your own, call this under `if __name__ == '__main__':` or"
+                " with workers=1"
+            ) from error
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
 def _quiet_children() -> Iterator[None]:
     """Processes started in this block compute with one thread and never see Ctrl-C, which a
-    terminal sends to all: their parent ends them."""
+    terminal sends to all: their parent ends them. A signal to the parent waits for the end of the
+    block, lest a child is left half started."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    former = {name: os.environ.get(name) for name in names}
+    variables = {name: os.environ.get(name) for name in names}
+    received: list[int] = []
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # the only one that signals reach
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handlers[number] = signal.signal(number, lambda number, _: received.append(number))
     os.environ.update(dict.fromkeys(names, "1"))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
-        for name, value in former.items():
+        for name, value in variables.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for caught, handler in handlers.items():
+            signal.signal(caught, handler)
+        if received:
+            signal.raise_signal(received[0])
 
 
 def _end_with_parent() -> None:

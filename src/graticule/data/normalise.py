@@ -20,8 +20,9 @@ class Normaliser(nn.Module):
     mean: Tensor
     std: Tensor
     wet: Tensor
+    _centre: Tensor
     _gain: Tensor
-    _shift: Tensor
+    _rest: Tensor
     _live: Tensor
 
     def __init__(self, store: Store, channels: Sequence[int], statistics: Statistics) -> None:
@@ -36,9 +37,14 @@ class Normaliser(nn.Module):
         packing = store.packing.take(channels)
         scale = np.ones(len(names)) if packing.scale is None else packing.scale
         offset = np.zeros(len(names)) if packing.offset is None else packing.offset
-        # Float64 until here: (offset - mean) is a small difference of large numbers.
+        # Float64 until here. The mean as a stored number comes off before anything is multiplied:
+        # that subtraction is exact near the mean, where 101325 x gain + shift would lose all but
+        # two digits of a spread of 1. `rest` is what rounding the mean to float32 left.
+        centre = ((mean - offset) / scale).astype(np.float32).astype(np.float64)
+        self.register_buffer("_centre", column(centre), persistent=False)
         self.register_buffer("_gain", column(scale / std), persistent=False)
-        self.register_buffer("_shift", column((offset - mean) / std), persistent=False)
+        rest = (centre * scale + offset - mean) / std
+        self.register_buffer("_rest", column(rest), persistent=False)
         # A constant is exactly zero, whatever its packing rounds it to.
         constant = torch.from_numpy(statistics.constant(names))[:, None, None]
         wet = torch.from_numpy(store.wet[list(channels)])
@@ -50,7 +56,7 @@ class Normaliser(nn.Module):
     def forward(self, stored: Tensor) -> Tensor:
         """(..., channel, lat, lon) stored numbers to float32 normalised ones, without NaN."""
         present = stored != LAND if self.packed else torch.isfinite(stored)
-        values = torch.addcmul(self._shift, stored.float(), self._gain)
+        values = torch.addcmul(self._rest, stored.float() - self._centre, self._gain)
         return torch.where(present & self._live, values, 0.0)
 
     def denormalise(self, normalised: Tensor) -> Tensor:

@@ -94,7 +94,8 @@ class SampleSource:
         channels = store.channels
         if config.grid is not None and tuple(config.grid) != store.grid.shape:
             raise ValueError(
-                f"data.grid={config.grid} but {store.path} is {store.grid.shape} (lat, lon)"
+                f"data.grid={config.grid} but {store.path} is {store.grid.shape} (lat, lon);"
+                " name another store, or set data.grid=none"
             )
         roles: tuple[Role, ...] = ("prognostic", "diagnostic", "forcing")
         named = {role: channels.pick(getattr(config, role)) for role in roles}

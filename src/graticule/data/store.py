@@ -434,10 +434,15 @@ def _digest(values: np.ndarray) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file so that a reader sees the old one or the new one, never half of it."""
+    """Write a JSON file so that a reader sees the old one or the new one, never half of it.
+
+    ValueError names the file where the disk refuses.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_text(json.dumps(value, indent=1) + "\n")
         os.replace(part, path)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error}; make room or access") from error
     finally:
         part.unlink(missing_ok=True)

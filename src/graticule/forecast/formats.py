@@ -102,7 +102,9 @@ class NetcdfSink:
 
     def put(self, name: str, values: np.ndarray, dims: tuple[str, ...], attributes: dict) -> None:
         self._dims(dims, values.shape)
-        variable = self._data.createVariable(name, values.dtype, dims, fill_value=False)
+        # Zarr's arrays spell out their byte order, which netCDF4 takes for a foreign one.
+        kind = values.dtype.newbyteorder("=")
+        variable = self._data.createVariable(name, kind, dims, fill_value=False)
         variable.setncatts(attributes)
         variable[...] = values
 

@@ -17,7 +17,7 @@ def demo() -> Config:
     of all times."""
     return Config(
         name="demo",
-        data=DataConfig(store="data/planet.zarr"),
+        data=DataConfig(store="data/planet.zarr", grid=(48, 96), prognostic=("u", "v", "h")),
         model=ModelConfig(
             patch=2, sampling=2, width=64, depth=4, heads=4, window=(6, 6), norm_groups=8
         ),
@@ -69,6 +69,8 @@ def winds() -> Config:
         name="winds",
         data=DataConfig(
             store="data/winds.zarr",
+            grid=(73, 144),
+            prognostic=("UWND", "VWND"),
             train=("1982/1989",),
             validation=("1990",),
             test=("1991/1992",),

@@ -140,7 +140,8 @@ def groups(checkpoint: Path) -> list[str]:
 
 
 def saved_names(checkpoint: Path, group: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of each tensor of a group, from the files' headers."""
+    """Shape and type of each tensor of a group, from the headers of its files, verified."""
+    _verify(checkpoint, group)
     metadata = HuggingFaceStorageReader(path=str(checkpoint / group)).read_metadata()
     return {
         name: (tuple(entry.size), entry.properties.dtype)
@@ -154,7 +155,6 @@ def load_tensors(checkpoint: Path, group: str, into: Mapping[str, Tensor]) -> No
 
     ValueError unless names, shapes and types are the same on both sides; it lists the differences.
     """
-    _verify(checkpoint, group)
     saved = saved_names(checkpoint, group)
     wanted = {name: (tuple(value.shape), value.dtype) for name, value in into.items()}
     if saved != wanted:
@@ -261,25 +261,36 @@ def _seal(folder: Path) -> None:
 
 def _verify(checkpoint: Path, part: str) -> None:
     """ValueError unless `part` (a file or folder) holds just what was sealed."""
-    sealed = json.loads((checkpoint / COMPLETE).read_text())["files"]
-    wanted = {name: entry for name, entry in sealed.items() if name.split("/")[0] == part}
+    try:
+        sealed = json.loads((checkpoint / COMPLETE).read_text())["files"]
+        wanted = {
+            name: (int(entry["bytes"]), str(entry["sha256"]))
+            for name, entry in sealed.items()
+            if name.split("/")[0] == part
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(checkpoint, f"{COMPLETE} is not what was written ({error!r})") from error
     root = checkpoint / part
     there = [root] if root.is_file() else [path for path in root.rglob("*") if path.is_file()]
     names = {str(path.relative_to(checkpoint)) for path in there}
     wrong = [f"{name} is missing" for name in sorted({*wanted} - names)]
     wrong += [f"{name} was not there when it was written" for name in sorted(names - {*wanted})]
     for name in sorted(names & {*wanted}):
-        path, entry = checkpoint / name, wanted[name]
-        size = path.stat().st_size
-        if size != entry["bytes"]:
-            wrong.append(f"{name} has {size} bytes, not {entry['bytes']}")
-        elif _sha256(path) != entry["sha256"]:
+        path, (size, digest) = checkpoint / name, wanted[name]
+        found = path.stat().st_size
+        if found != size:
+            wrong.append(f"{name} has {found} bytes, not {size}")
+        elif _sha256(path) != digest:
             wrong.append(f"{name} has another SHA-256 than when it was written")
     if wrong or not wanted:
-        raise ValueError(
-            f"checkpoint {checkpoint} is damaged: {'; '.join(wrong) or f'it has no {part}'}."
-            " Restore it, or move this folder away to go on from the checkpoint before it"
-        )
+        raise _damaged(checkpoint, "; ".join(wrong) or f"it has no {part}")
+
+
+def _damaged(checkpoint: Path, what: str) -> ValueError:
+    return ValueError(
+        f"checkpoint {checkpoint} is damaged: {what}."
+        " Restore it, or move this folder away to go on from the checkpoint before it"
+    )
 
 
 def _sha256(path: Path) -> str:

@@ -4,12 +4,15 @@ config.json     the whole configuration
 run.json        versions, fingerprints, channels, sessions
 metrics.jsonl   one line a step (`progress.py`)
 checkpoints/    `checkpoint.py`
-
 """
 
+import fcntl
 import json
 import logging
+import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ import graticule
 from graticule.config import Config, from_dict
 from graticule.data.store import write_json
 from graticule.train import checkpoint
+from graticule.train.progress import read_metrics
 from graticule.train.task import Task
 
 MAY_CHANGE = (
@@ -52,9 +56,35 @@ def open_folder(out: Path, resume: bool) -> None:
         ) from error
 
 
-def point_of_resume(config: Config, out: Path) -> Path:
-    """The checkpoint to go on from, if `config` is the run's own."""
-    saved = from_dict(json.loads((out / "config.json").read_text()))
+@contextmanager
+def held(out: Path) -> Iterator[None]:
+    """Keep other processes out of the folder until the block, or this process, ends.
+
+    A lock of the operating system on the folder itself: a kill leaves nothing behind.
+    """
+    descriptor = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process trains in {out} now; wait until it ends, or name another folder"
+                " with --out"
+            ) from None
+        except OSError as error:  # some network file systems
+            _log.info("%s cannot be locked (%s): start no second process there", out, error)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def point_of_resume(config: Config, out: Path) -> Path | None:
+    """The checkpoint to go on from, if `config` is the run's own.
+
+    None, and a warning, for a run that was killed before its first checkpoint was due: there is
+    nothing to lose. Later than that a missing checkpoint is an error, never a fresh start.
+    """
+    saved = from_dict(_read(out / "config.json"))
     before, now = _flat(saved), _flat(config)
     changed = [key for key in now if before[key] != now[key] and key not in MAY_CHANGE]
     if changed:
@@ -70,7 +100,26 @@ def point_of_resume(config: Config, out: Path) -> Path:
             "train.steps was %d and is %d: the cosine schedule is that of %d steps from here on",
             saved.train.steps, config.train.steps, config.train.steps,
         )  # fmt: skip
+    if not checkpoint.complete(out):
+        reached = max((line["step"] for line in read_metrics(out)), default=0)
+        due = min(saved.train.checkpoint_every, saved.train.steps)
+        if reached < due or (reached == due and checkpoint.incomplete(out)):
+            _log.warning(
+                "%s was stopped at step %d, before its first checkpoint: it begins again", out,
+                reached,
+            )  # fmt: skip
+            return None
     return checkpoint.find(out)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:  # neither JSON nor, perhaps, text
+        raise ValueError(f"{path} is damaged: {error}; restore it") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is damaged: it holds {values!r:.60}, not a table; restore it")
+    return values
 
 
 def _flat(config: Config) -> dict[str, Any]:
@@ -84,7 +133,7 @@ def _flat(config: Config) -> dict[str, Any]:
 def write_description(out: Path, task: Task, step: int) -> None:
     session = {"after_step": step, "device": str(task.device), "versions": versions()}
     path = out / "run.json"
-    earlier = json.loads(path.read_text())["sessions"] if path.exists() else []
+    earlier = _read(path).get("sessions", []) if path.exists() else []
     write_json(out / "config.json", task.config.to_dict())
     write_json(
         path,

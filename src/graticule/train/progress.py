@@ -20,6 +20,7 @@ import math
 import os
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,11 @@ class Metrics:
     def __init__(self, run: Path, *, after_step: int = 0, tensorboard: bool = False) -> None:
         self._board = _summary_writer(run, after_step) if tensorboard else None
         path = run / FILE
-        _drop_after(path, after_step)
-        self._file = path.open("a", encoding="utf-8")
+        try:
+            _drop_after(path, after_step)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(path, error) from error
 
     def write(self, metrics: dict[str, Any]) -> None:
         """One step's line. Numbers that are not finite become null: JSON has no others."""
@@ -47,10 +51,10 @@ class Metrics:
             self._file.write(line + "\n")
             self._file.flush()
         except OSError as error:
-            raise ValueError(
-                f"cannot write {self._file.name}: {error}; make room, then resume from the last"
-                " checkpoint"
-            ) from error
+            # The rest of the line waits in the buffer: closing tries again and fails again.
+            with suppress(OSError):
+                self._file.close()
+            raise _unwritable(Path(self._file.name), error) from error
         if self._board:
             for key, value in metrics.items():
                 if isinstance(value, float):
@@ -66,16 +70,28 @@ class Metrics:
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """All whole lines of a run's `metrics.jsonl`."""
     path = run / FILE
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    # A crash of the machine can leave bytes at the end that are no text.
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    lines = text.splitlines()
     metrics = []
     for number, line in enumerate(lines, start=1):
         try:
-            metrics.append(json.loads(line))
-        except json.JSONDecodeError:
+            values = json.loads(line)
+            int(values["step"])
+            metrics.append(values)
+        except (ValueError, TypeError, KeyError):
             # A killed process leaves half a line at the end, and nowhere else.
             if number < len(lines):
-                raise ValueError(f"{path}: line {number} is not JSON") from None
+                raise ValueError(
+                    f"{path}: line {number} is not the JSON of a step; remove that line"
+                ) from None
     return metrics
+
+
+def _unwritable(path: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"cannot write {path}: {error}; make room or access, then resume from the last checkpoint"
+    )
 
 
 def memory_gib(device: torch.device) -> float:

@@ -44,7 +44,10 @@ class Task:
         source = SampleSource(store, config.data)
         if settings.roll_longitude:
             _require_rollable(source)
+        if config.model.boundary == "globe":
+            _require_closed(source)
         train_starts = source.starts("train", settings.leads)
+        _log_holes(source, len(train_starts))
         validation_starts = None
         if source.ranges["validation"]:
             validation_starts = source.starts("validation", settings.leads)
@@ -110,6 +113,33 @@ class Task:
             leads=settings.leads,
             roll_seed=settings.seed if rolled else None,
             pin_memory=self.device.type == "cuda",
+        )
+
+
+def _log_holes(source: SampleSource, num_windows: int) -> None:
+    """Say which policy holds for missing values before anything is trained."""
+    policy, times = source.config.holes, source.times("train")
+    bad = times[source.holes[times]]
+    if not bad.size:
+        _log.info("holes at sea: none in %d training times (data.holes=%s)", times.size, policy)
+        return
+    first = int(bad[0])
+    missing = source.store.missing[first]
+    names = ", ".join(source.store.channels.names[c] for c in source.used if missing[c])
+    _log.info(
+        "holes at sea: %d of %d training times, the first is %s (%s); data.holes=%s leaves out the"
+        " windows that touch them, %d are left",
+        bad.size, times.size, source.store.times.date(first), names, policy, num_windows,
+    )  # fmt: skip
+
+
+def _require_closed(source: SampleSource) -> None:
+    grid = source.store.grid
+    if not grid.periodic:
+        raise ValueError(
+            f"the grid of {source.store.path} does not close round the globe (lon {grid.lon[0]:g}"
+            f" to {grid.lon[-1]:g}), and model.boundary=globe would make its west and east edges"
+            " neighbours; set model.boundary=paper"
         )
 
 

@@ -16,11 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from graticule.config import Config
 from graticule.data.loader import Batch, Loader, Order
 from graticule.train import checkpoint
-from graticule.train.folder import open_folder, point_of_resume, versions, write_description
+from graticule.train.folder import (
+    held,
+    open_folder,
+    point_of_resume,
+    versions,
+    write_description,
+)
 from graticule.train.optimizer import (
     Average,
     Schedule,
@@ -68,21 +75,24 @@ def train(
     """
     out = Path(out)
     open_folder(out, resume)
-    start = point_of_resume(config, out) if resume else None
-    if start is None and config.train.start_from:
-        checkpoint.find(config.train.start_from)
-    task = Task.of(config, torch.device(device or _best_device()))
-    run = _Run(task, start)
-    if start:
-        _log.info("resuming %s after step %d", out, run.step)
-    if run.step >= config.train.steps:
-        _log.info("%s has its %d steps already", out, config.train.steps)
-        return checkpoint.find(out)
-    write_description(out, task, run.step)
-    leads = config.train.leads
-    across = "full over" if config.train.rollout_gradient == "full" else "detached within each of"
-    _log.info("rollout gradient: %s %d lead%s", across, leads, "" if leads == 1 else "s")
-    return run.train(out, progress)
+    with held(out):
+        start = point_of_resume(config, out) if resume else None
+        if start is None and config.train.start_from:
+            checkpoint.find(config.train.start_from)
+        task = Task.of(config, torch.device(device or _best_device()))
+        run = _Run(task, start)
+        if start:
+            _log.info("resuming %s after step %d", out, run.step)
+        if run.step >= config.train.steps:
+            _log.info("%s has its %d steps already", out, config.train.steps)
+            return checkpoint.find(out)
+        write_description(out, task, run.step)
+        leads = config.train.leads
+        across = (
+            "full over" if config.train.rollout_gradient == "full" else "detached within each of"
+        )
+        _log.info("rollout gradient: %s %d lead%s", across, leads, "" if leads == 1 else "s")
+        return run.train(out, progress)
 
 
 class _Run:
@@ -94,7 +104,7 @@ class _Run:
         model, channels = task.model, task.source.channel_names
         self.loss_scale = LossScale() if self.settings.precision == "fp16" else None
         if start is None and self.settings.start_from:
-            loaded = checkpoint.load_weights(self.settings.start_from, model, channels)
+            loaded = self._load_weights(model, channels)
             kind = "averaged" if loaded.averaged else "last"
             _log.info("starting from the %s weights of %s", kind, loaded.checkpoint)
             theirs = loaded.state["fingerprints"]["statistics"]
@@ -108,6 +118,26 @@ class _Run:
         self.average = Average(model, self.settings.ema_decay) if self.settings.ema_decay else None
         if start is not None:
             self._restore(start)
+
+    def _load_weights(self, model: nn.Module, channels: dict[str, list[str]]) -> checkpoint.Loaded:
+        """Those of another run; what its model section says otherwise comes first in an error."""
+        found = checkpoint.find(self.settings.start_from)
+        theirs = checkpoint.read_state(found)["config"]["model"]
+        ours = self.task.config.to_dict()["model"]
+        other = ", ".join(
+            f"model.{key} is {theirs.get(key)} there and {ours[key]} here"
+            for key in ours
+            if theirs.get(key) != ours[key]
+        )
+        try:
+            loaded = checkpoint.load_weights(found, model, channels)
+        except ValueError as error:
+            if not other:
+                raise
+            raise ValueError(f"{found} holds another model: {other}.\n{error}") from error
+        if other:
+            _log.warning("%s fits, but it was trained as another model: %s", found, other)
+        return loaded
 
     def _restore(self, start: Path) -> None:
         state = checkpoint.read_state(start)

@@ -1,0 +1,365 @@
+"""From files to scores: faults that one module alone cannot show, each along the whole path."""
+
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from graticule.assemble import build_model, shapes_of
+from graticule.config import Config, DataConfig, ModelConfig, TrainConfig
+from graticule.data.check import check
+from graticule.data.ingest import ingest
+from graticule.data.loader import Loader, Order
+from graticule.data.samples import SampleSource
+from graticule.data.statistics import FILE_NAME, Statistics, compute
+from graticule.data.store import Store
+from graticule.evaluate import evaluate
+from graticule.forecast.run import forecast
+from graticule.train import load_weights, train
+from graticule.train.progress import read_metrics
+from tiny import tiny_dataset, write_netcdf
+
+SEA = ["thetao", "so", "zos"]
+WIND: dict[str, Any] = {"u10": "forcing", "v10": "forcing"}
+SPLITS = {
+    "train": ["2003-02-20/2003-03-05"],
+    "validation": ["2003-03-06/2003-03-08"],
+    "test": ["2003-03-09/2003-03-11"],
+}
+
+
+def config_of(store: Store, *, data: dict[str, Any] | None = None, **settings: Any) -> Config:
+    given = {"steps": 3, "batch": 2, "warmup_steps": 1, "learning_rate": 1e-3, **settings}
+    return Config(
+        name="case",
+        data=DataConfig(store=str(store.path), **(data or {})),
+        # 17 rows and 24 columns: 9 x 12 tokens, so that a row of windows holds padding.
+        model=ModelConfig(patch=1, window=(4, 4), width=8, depth=2, heads=2, norm_groups=2),
+        train=TrainConfig(**given),
+    )
+
+
+def with_statistics(store: Store) -> Store:
+    compute(store, SampleSource(store, DataConfig()).times("train")).save(store)
+    return store
+
+
+def ingested(sources: Sequence[Path], out: Path, **given: Any) -> Store:
+    options = {"variables": [*SEA, *WIND], "roles": WIND, "splits": SPLITS, **given}
+    return with_statistics(ingest(sources, out, **options))
+
+
+def losses(run: Path) -> list[float]:
+    lines = read_metrics(run)
+    return [line[key] for line in lines for key in ("loss", "gradient_norm")]
+
+
+def forecast_to(
+    out: Path,
+    store: Store,
+    *,
+    run: Path | None = None,
+    starts: Sequence[int] = (17,),
+    leads: int = 2,
+) -> xr.Dataset:
+    """With a run's weights, or, without a run, of persistence; as any program reads it."""
+    source = SampleSource(store, DataConfig())
+    model = build_model(config_of(store), shapes_of(source))
+    for parameter in model.recover.parameters():
+        parameter.detach().zero_()
+    if run is not None:
+        load_weights(run, model, source.channel_names)
+    statistics = Statistics.load(store)
+    forecast(model, source, statistics, out, starts=list(starts), leads=leads, attributes={})
+    with xr.open_dataset(out) as dataset:
+        return dataset.load()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    folder = tmp_path_factory.mktemp("plain")
+    return ingested([write_netcdf(tiny_dataset(), folder / "all.nc")], folder / "store")
+
+
+@pytest.fixture(scope="module")
+def plain_run(plain: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("run") / "run"
+    train(config_of(plain), run)
+    return run
+
+
+# Places
+
+
+def at_home(dataset: xr.Dataset) -> xr.Dataset:
+    """zos is its own latitude and u10 its own longitude, land and all."""
+    for name, own in (("zos", dataset.lat), ("u10", np.mod(dataset.lon, 360))):
+        values = (xr.zeros_like(dataset[name].fillna(0)) + own).transpose(*dataset[name].dims)
+        dataset[name] = (values.dims, values.values.astype(np.float32), dataset[name].attrs)
+    return dataset
+
+
+def two_directions(folder: Path, change: Any = lambda dataset: dataset) -> list[Path]:
+    """One variable from south to north, the others in another file from north to south."""
+    up = change(tiny_dataset())
+    down = up.isel(lat=slice(None, None, -1))
+    return [
+        write_netcdf(up[["thetao", "u10"]], folder / "up.nc"),
+        write_netcdf(down.drop_vars(["thetao", "u10"]), folder / "down.nc"),
+    ]
+
+
+def origin(west: float) -> Any:
+    def write(folder: Path, change: Any = lambda dataset: dataset) -> list[Path]:
+        return [write_netcdf(change(tiny_dataset(lon_origin=west)), folder / "all.nc")]
+
+    return write
+
+
+WAYS = pytest.mark.parametrize("write", [two_directions, origin(-180.0), origin(-300.0)])
+
+
+@WAYS
+def test_the_way_coordinates_run_in_files_changes_neither_training_nor_scores(
+    write: Any, plain: Store, plain_run: Path, tmp_path: Path
+) -> None:
+    store = ingested(write(tmp_path), tmp_path / "store")
+    train(config_of(store), tmp_path / "run")
+    assert losses(tmp_path / "run") == losses(plain_run)
+    ours = forecast_to(tmp_path / "ours.nc", store, run=tmp_path / "run")
+    theirs = forecast_to(tmp_path / "theirs.nc", plain, run=plain_run)
+    for name in (*SEA, "lat", "lon"):
+        np.testing.assert_array_equal(ours[name], theirs[name])
+    given: Any = {
+        "train_ranges": SPLITS["train"], "climatology": "all", "region": (100, 140, -60, 60),
+    }  # fmt: skip
+    scores = [
+        evaluate(tmp_path / path, truth, **given)
+        for path, truth in (("ours.nc", store), ("theirs.nc", plain))
+    ]
+    np.testing.assert_array_equal(scores[0].rmse(), scores[1].rmse())
+    # Three columns, 105, 120 and 135.
+    wet = plain.wet[:5, :, 7:10].sum((1, 2))
+    np.testing.assert_array_equal(scores[0].sums.cells, [wet, wet])
+
+
+@WAYS
+def test_each_value_of_a_forecast_lies_at_its_own_coordinates(write: Any, tmp_path: Path) -> None:
+    roles: Any = {"v10": "forcing"}
+    store = ingested(write(tmp_path, at_home), tmp_path / "store", roles=roles)
+    written = forecast_to(tmp_path / "f.nc", store)
+    assert (abs(written.zos.sel(lat=60.0) - 60.0) < 1e-4).all()
+    assert (abs(written.zos - written.lat) < 1e-4).all()
+    assert (abs(written.u10 - written.lon) < 1e-4).all()
+    assert written.sizes["lat"] == 17
+    assert written.lon.values.tolist() == (15.0 * np.arange(24)).tolist()
+
+
+@pytest.mark.parametrize("descending", [False, True])
+def test_an_error_of_two_everywhere_scores_two_with_poles_either_way_up(
+    descending: bool, tmp_path: Path
+) -> None:
+    lat = np.linspace(-90, 90, 17)
+    dataset = tiny_dataset().assign_coords(lat=("lat", lat, {"units": "degrees_north"}))
+    dataset = dataset[["u10", "v10"]]
+    rows = np.arange(17.0, dtype=np.float32)[:, None]
+    for name in ("u10", "v10"):
+        dataset[name] = dataset[name].copy(data=np.broadcast_to(rows, dataset[name].shape))
+    way = dataset.isel(lat=slice(None, None, -1)) if descending else dataset
+    ours = ingested([write_netcdf(way, tmp_path / "ours.nc")], tmp_path / "ours",
+                    variables=["u10", "v10"], roles={})  # fmt: skip
+    truth = dataset.copy()
+    for name in ("u10", "v10"):
+        truth[name] = dataset[name].copy(data=dataset[name].values - 2)
+    store = ingested([write_netcdf(truth, tmp_path / "truth.nc")], tmp_path / "truth",
+                     variables=["u10", "v10"], roles={})  # fmt: skip
+    forecast_to(tmp_path / "f.nc", ours)
+    scores = evaluate(tmp_path / "f.nc", store, train_ranges=SPLITS["train"], climatology="all")
+    np.testing.assert_allclose(scores.rmse(), 2.0, rtol=1e-6)
+    np.testing.assert_allclose(scores.bias(), 2.0, rtol=1e-6)
+
+
+def test_a_region_is_not_closed_to_a_globe(tmp_path: Path) -> None:
+    part = write_netcdf(tiny_dataset().isel(lon=slice(4, 20)), tmp_path / "part.nc")
+    store = ingested([part], tmp_path / "store")
+    config = config_of(store)
+    with pytest.raises(ValueError, match=r"lon 60 to 285\), and model\.boundary=globe .*=paper"):
+        train(config, tmp_path / "run")
+    walls = replace(config, model=replace(config.model, boundary="paper"))
+    train(walls, tmp_path / "run")
+    assert np.isfinite(losses(tmp_path / "run")).all()
+
+
+# Times
+
+
+def test_a_hole_is_listed_then_its_policy_is_told_before_the_first_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = tiny_dataset()
+    dataset.so[8] = np.nan
+    store = ingested([write_netcdf(dataset, tmp_path / "all.nc")], tmp_path / "store")
+    found = [f for f in check(store).findings if f.kind == "hole"]
+    assert {f.channel for f in found} == {"so@0.5", "so@9.5"}
+    assert all(len(f.dates) == 1 and f.dates[0].startswith("2003-02-28") for f in found)
+    with pytest.raises(ValueError, match=r"miss values at sea.* so@0\.5 at 2003-02-28"):
+        train(config_of(store), tmp_path / "run")
+    told: list[str] = []
+    with caplog.at_level(logging.INFO):
+        train(
+            config_of(store, data={"holes": "drop-window"}, steps=12), tmp_path / "run",
+            progress=lambda step, steps, line: told.append(caplog.text) if step == 1 else None,
+        )  # fmt: skip
+    assert "1 of 14 training times, the first is 2003-02-28" in told[0]
+    assert "(so@0.5, so@9.5); data.holes=drop-window" in told[0]
+    assert "11 are left" in told[0]
+    assert np.isfinite(losses(tmp_path / "run")).all()
+
+
+def test_a_store_without_holes_says_so(
+    plain: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        train(config_of(plain, steps=1), tmp_path / "run")
+    assert "holes at sea: none in 14 training times (data.holes=error)" in caplog.text
+
+
+def test_windows_of_files_with_a_missing_day_or_years_apart(tmp_path: Path) -> None:
+    whole = tiny_dataset()
+    for name, kept, expected in (
+        ("gap", [d for d in range(20) if d != 8], 13),
+        ("apart", range(20), 14),
+    ):
+        parts = []
+        for half in (slice(None, 8), slice(8, None)) if name == "gap" else (slice(None),):
+            days = np.array(kept)[half]
+            # The second ten days come years later.
+            values = np.where((days >= 10) & (name == "apart"), days + 1500, days)
+            part = whole.isel(time=days)
+            part["time"] = ("time", values, whole.time.attrs)
+            parts.append(write_netcdf(part, tmp_path / f"{name}{half.start}.nc"))
+        store = ingest(parts, tmp_path / name, variables=[*SEA, *WIND], roles=WIND)
+        source = SampleSource(store, DataConfig(train=("2003/2008",)))
+        starts = source.starts("train", leads=3)
+        assert len(starts) == expected
+        for batch, epoch in ((2, range(expected)), (5, range(expected, 2 * expected))):
+            loader = Loader(source, Order(starts, seed=0), epoch, batch=batch, leads=0)
+            assert sorted(s for b in loader for s in b.starts) == starts.tolist()
+
+
+def test_a_noleap_forecast_steps_from_28_february_to_1_march(tmp_path: Path) -> None:
+    dataset = tiny_dataset(days=9, start=(2004, 2, 25), calendar="noleap")
+    store = ingested(
+        [write_netcdf(dataset, tmp_path / "all.nc")], tmp_path / "store",
+        splits={"train": ["2004-02-25/2004-03-05"]},
+    )  # fmt: skip
+    assert len(store.times) == 9
+    assert len(SampleSource(store, DataConfig()).starts("train", leads=3)) == 6
+    written = forecast_to(tmp_path / "f.nc", store, starts=[store.times.find("2004-02-27")])
+    dates = [f"{date:%Y-%m-%d}" for date in written.valid_time.values.ravel()]
+    assert dates == ["2004-02-28", "2004-03-01"]
+    with pytest.raises(ValueError, match="2004-02-29 is not in the noleap calendar"):
+        store.times.find("2004-02-29")
+
+
+# Values
+
+
+def test_kelvin_files_give_celsius_forecasts_where_asked(tmp_path: Path, plain: Store) -> None:
+    dataset = tiny_dataset()
+    kelvin = dataset.thetao.astype(np.float64) + 273.15
+    dataset["thetao"] = kelvin.assign_attrs(dataset.thetao.attrs, units="K")
+    path = write_netcdf(dataset, tmp_path / "all.nc")
+    store = ingested([path], tmp_path / "store", units={"thetao": "degC"})
+    written = forecast_to(tmp_path / "f.nc", store)
+    same = forecast_to(tmp_path / "g.nc", plain)
+    assert written.thetao.attrs["units"] == "degC"
+    np.testing.assert_allclose(written.thetao, same.thetao, atol=1e-5)
+
+
+def test_a_mask_with_a_time_of_its_own_is_the_same_input(tmp_path: Path) -> None:
+    results = []
+    for name in ("flat", "timed"):
+        dataset = tiny_dataset()
+        # Without a spread it would be normalised to nothing.
+        dataset["mask"] = dataset.mask.fillna(0).assign_attrs(dataset.mask.attrs)
+        parts = [write_netcdf(dataset.drop_vars("mask"), tmp_path / f"{name}.nc")]
+        mask = dataset[["mask"]]
+        mask = mask.expand_dims(time=dataset.time[:1]) if name == "timed" else mask
+        parts.append(write_netcdf(mask, tmp_path / f"{name}-mask.nc"))
+        store = ingested(
+            parts, tmp_path / name, variables=[*SEA, *WIND, "mask"],
+            roles={**WIND, "mask": "static"},
+        )  # fmt: skip
+        assert store.channels.names[:5] == (
+            "thetao@0.5", "thetao@9.5", "so@0.5", "so@9.5", "zos",
+        )  # fmt: skip
+        train(config_of(store), tmp_path / f"{name}-run")
+        results.append(losses(tmp_path / f"{name}-run"))
+    assert results[0] == results[1]
+
+
+def test_statistics_in_another_order_are_the_same_training(
+    plain: Store, plain_run: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(plain.path, tmp_path / "store")
+    path = tmp_path / "store" / FILE_NAME
+    values = json.loads(path.read_text())
+    for key in ("names", "mean", "std", "tendency_std", "count"):
+        values[key] = values[key][::-1]
+    path.write_text(json.dumps(values))
+    train(config_of(Store(tmp_path / "store")), tmp_path / "run")
+    assert losses(tmp_path / "run") == losses(plain_run)
+
+
+@pytest.mark.parametrize("packing", ["float32", "int16"])
+def test_a_constant_channel_trains_and_is_forecast_as_its_constant(
+    packing: Any, tmp_path: Path
+) -> None:
+    dataset = tiny_dataset()
+    dataset["zos"] = (dataset.zos * 0 + 5).assign_attrs(dataset.zos.attrs)
+    path = write_netcdf(dataset, tmp_path / "all.nc")
+    store = ingested([path], tmp_path / "store", packing=packing)
+    train(config_of(store), tmp_path / "run")
+    assert np.isfinite(losses(tmp_path / "run")).all()
+    written = forecast_to(tmp_path / "f.nc", store)
+    sea = written.zos.values[np.isfinite(written.zos.values)]
+    assert sea.size
+    assert (sea == 5.0).all()
+
+
+def test_levels_with_land_of_their_own_train_and_keep_it(tmp_path: Path) -> None:
+    dataset = tiny_dataset()
+    dataset.thetao[:, 1, :9] = np.nan
+    dataset.so[:, 1] = np.nan
+    dataset.so[:, 1, 8, 10] = np.arange(20)  # one wet cell alone
+    store = ingested([write_netcdf(dataset, tmp_path / "all.nc")], tmp_path / "store")
+    train(config_of(store, leads=2), tmp_path / "run")
+    assert np.isfinite(losses(tmp_path / "run")).all()
+    written = forecast_to(tmp_path / "f.nc", store, run=tmp_path / "run")
+    for name, level in (("thetao", 1), ("so", 1), ("so", 0)):
+        kept = np.isfinite(written[name].values[0, :, level])
+        index = store.channels.index(f"{name}@{(0.5, 9.5)[level]:g}")
+        np.testing.assert_array_equal(kept, np.broadcast_to(store.wet[index], kept.shape))
+    assert store.wet[3].sum() == 1
+
+
+def test_int16_trains_as_float32_to_the_precision_of_packing(
+    plain: Store, plain_run: Path, tmp_path: Path
+) -> None:
+    path = write_netcdf(tiny_dataset(), tmp_path / "all.nc")
+    store = ingested([path], tmp_path / "store", packing="int16")
+    train(config_of(store), tmp_path / "run")
+    # Half a code is 1e-5 of a channel's range.
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(plain_run), rtol=1e-3)
+    packed, whole = (
+        read_metrics(run)[-1]["validation_loss"] for run in (tmp_path / "run", plain_run)
+    )
+    assert packed == pytest.approx(whole, rel=2e-4)

@@ -1,0 +1,119 @@
+"""Every recipe is a whole, valid configuration whose model can be built."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from graticule.assemble import describe, shapes_of_config
+from graticule.config import DataConfig, from_dict, override
+from graticule.recipes import RECIPES, recipe
+
+SMALL = ("demo", "demo-finetune", "demo-coast", "winds")
+# Parameters of TERRA's Table V, billions.
+PUBLISHED = {"wenhai-small": 0.18, "wenhai-medium": 2.85, "wenhai-large": 11.4}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_survives_being_written_and_read(name: str) -> None:
+    config = recipe(name)
+    assert config.name == name
+    again = from_dict(json.loads(json.dumps(config.to_dict())))
+    assert again.to_dict() == config.to_dict()
+    assert again.fingerprint == config.fingerprint
+    assert config.train.warmup_steps < config.train.steps
+
+
+def test_no_two_recipes_are_the_same() -> None:
+    prints = {recipe(name).fingerprint for name in RECIPES}
+    assert len(prints) == len(RECIPES)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_recipe_describes_itself_once_its_data_are_known(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where no store lies
+    config = recipe(name)
+    grid, names = ("73,144", "UWND,VWND") if name == "winds" else ("48,96", "u,v,h")
+    known = override(config, [f"data.grid={grid}", f"data.prognostic={names}"])
+    info = describe(known, shapes_of_config(known))
+    assert info["parameters"] < 2e6, "small enough for a laptop"
+    assert info["padded_shape"][0] * info["padded_shape"][1] < 1.4 * 73 * 144
+    assert info["leads"] == config.train.leads
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in SMALL])
+def test_a_published_recipe_describes_itself_without_data(name: str) -> None:
+    config = recipe(name)
+    assert len(config.data.prognostic) == 93
+    info = describe(config, shapes_of_config(config))
+    assert info["grid"] == [2041, 4320]
+    assert info["in_channels"] == info["out_channels"] == 93
+    assert (
+        info["windows"] * config.model.window_shape[0] * config.model.window_shape[1]
+        == (info["tokens"])
+    )
+    if name in PUBLISHED:
+        assert info["parameters"] / 1e9 == pytest.approx(PUBLISHED[name], rel=0.02)
+
+
+def test_fine_tuning_continues_the_demo() -> None:
+    first, second = recipe("demo"), recipe("demo-finetune")
+    assert second.model == first.model
+    assert second.data == first.data
+    assert second.train.leads > first.train.leads
+    assert second.train.learning_rate < first.train.learning_rate
+    assert Path(second.train.start_from).parts[-1] == "pretrain"
+
+
+def test_where_there_is_land_samples_are_not_turned() -> None:
+    assert recipe("demo").train.roll_longitude
+    assert not recipe("demo-coast").train.roll_longitude
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="no recipe 'wenhai-smal'; did you mean wenhai-small"):
+        recipe("wenhai-smal")
+    with pytest.raises(ValueError, match=r"there are demo, .*winds, .*or a \.json file"):
+        recipe("zzz")
+
+
+def test_a_runs_own_configuration_is_a_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(recipe("winds").to_dict()))
+    assert recipe(str(path)) == recipe("winds")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"name": "x", ', "is no configuration: Expecting"),
+        ("[1, 2]", "is no configuration: a configuration is a table"),
+        ('{"train": {"rolout": 4}}', r"unknown key train\.rolout; did you mean .*rollout_gradient"),
+        ('{"train": {"steps": "many"}}', r"is no configuration: train\.steps='many'"),
+        ("\udcff\udcfe", "is no configuration: 'utf-8' codec"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read_is_named(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=message) as error:
+        recipe(str(path))
+    assert str(error.value).startswith(str(path))
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_configuration_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none\.json is no configuration: .*No such file"):
+        recipe(str(tmp_path / "none.json"))
+
+
+def test_recipes_leave_splits_to_the_store_or_keep_them_apart() -> None:
+    splits = [recipe(name).data for name in RECIPES]
+    for data in splits:
+        assert isinstance(data, DataConfig)
+        given = [bool(data.train), bool(data.validation), bool(data.test)]
+        assert all(given) or not any(given)
