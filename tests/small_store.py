@@ -1,6 +1,6 @@
 """Small stores for tests: a few channels of smooth, moving, known fields."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,7 @@ def write_store(
     grid: Grid | None = None,
     splits: dict[str, list[str]] | None = None,
     hole: tuple[str, int] | None = None,
+    units: Mapping[str, str] | None = None,
 ) -> Store:
     """Channel c at day d and cell (y, x) is a wave of its own that travels east.
 
@@ -43,7 +44,7 @@ def write_store(
     roles = {"prognostic": prognostic, "diagnostic": diagnostic, "forcing": forcing}
     channels = Channels(
         [
-            Channel(variable=name, units="1", role=role)  # type: ignore[arg-type]
+            Channel(variable=name, units=(units or {}).get(name, "1"), role=role)  # type: ignore[arg-type]
             for role, names in roles.items()
             for name in names
         ]

@@ -19,7 +19,7 @@ import pytest
 from children import in_a_child
 from graticule import cli
 from graticule.bench import BENCHES
-from graticule.cli import main
+from graticule.cli import commands, main, output
 from graticule.data.statistics import compute
 from graticule.data.store import Store
 from graticule.forecast.reader import open_forecast
@@ -101,7 +101,7 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
                 yield from parsers(command)
 
 
-COMMANDS = {p.prog: p for p in parsers(cli._build_parser())}
+COMMANDS = {p.prog: p for p in parsers(cli.build_parser())}
 
 
 def test_every_command_is_there() -> None:
@@ -128,7 +128,7 @@ def test_help_opens_with_examples_that_run(prog: str, capsys: pytest.CaptureFixt
     for example in shown:
         words = shlex.split(example)
         assert " ".join(words).startswith(prog)
-        options = cli._build_parser().parse_args(words[1:])
+        options = cli.build_parser().parse_args(words[1:])
         assert callable(options.run)
         if hasattr(options, "recipe"):
             assert options.recipe in RECIPES
@@ -410,7 +410,7 @@ def test_a_stopped_run_exits_with_130_and_is_resumed(
     store: Store, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    class Struck(cli._Bar):
+    class Struck(output.Bar):
         def __call__(self, done: int, total: int, metrics: dict[str, Any] | None = None) -> None:
             super().__call__(done, total, metrics)
             if done == 3:
@@ -419,7 +419,7 @@ def test_a_stopped_run_exits_with_130_and_is_resumed(
     run = tmp_path / "run"
     command = ["train", "demo", "--out", str(run), *sets(f"data.store={store.path}")]
     with monkeypatch.context() as patch:
-        patch.setattr(cli, "_Bar", Struck)
+        patch.setattr(commands, "Bar", Struck)
         assert main([*command, "--set", "train.steps=9"]) == 130
     assert f"graticule: {number.name}: stopped after step 3, saved" in capsys.readouterr().err
     assert main([*command, "--set", "train.steps=9", "--resume"]) == 0
@@ -435,7 +435,7 @@ def test_sigterm_elsewhere_is_130_too_and_the_handler_is_put_back(
         os.kill(os.getpid(), signal.SIGTERM)
         return 0
 
-    monkeypatch.setattr(cli, "_info", struck)
+    monkeypatch.setattr(commands, "run_info", struck)
     assert main(["info", "demo"]) == 130
     assert capsys.readouterr().err == "graticule: SIGTERM: stopped\n"
     assert signal.getsignal(signal.SIGTERM) is before
@@ -443,7 +443,7 @@ def test_sigterm_elsewhere_is_130_too_and_the_handler_is_put_back(
     def interrupted(options: argparse.Namespace) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_info", interrupted)
+    monkeypatch.setattr(commands, "run_info", interrupted)
     assert main(["info", "demo"]) == 130
     assert capsys.readouterr().err == "graticule: interrupted\n"
 

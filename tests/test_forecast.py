@@ -22,6 +22,7 @@ from graticule.forecast import run as run_module
 from graticule.forecast.reader import open_forecast
 from graticule.forecast.rollout import rollout
 from graticule.forecast.run import Timing, check_starts, forecast
+from graticule.grid import Grid
 from graticule.tasks import evaluate_forecast, forecast_from_run
 from graticule.train.trainer import train
 from graticule.variables import Channel, Channels
@@ -434,14 +435,37 @@ def test_a_checkpoint_forecasts_beside_the_checkpoints_of_its_run(trained: Path)
     assert np.isfinite(last_field(trained / "forecast-step-00000002.zarr")).all()
 
 
-def test_a_store_that_moved_serves_and_another_one_is_refused(
+def test_another_store_is_seen_through_the_statistics_of_the_training(
     trained: Path, store: Store, tmp_path: Path
 ) -> None:
     moved = tmp_path / "moved"
     moved.symlink_to(store.path)
-    forecast_from_run(trained, tmp_path / "f.zarr", settings=[f"data.store={moved}"], device="cpu")
-    other = with_statistics(write_store(tmp_path / "other", packed=True))
-    with pytest.raises(ValueError, match=r"is not the store .* was trained on"):
+    # The same fields with five days more, and statistics of its own that would shift everything.
+    longer = write_store(tmp_path / "longer", days=tuple(range(29)))
+    compute(longer, np.arange(3)).save(longer)
+    fields = []
+    for name, where in (("moved", moved), ("longer", longer.path)):
+        out = tmp_path / f"{name}.zarr"
+        forecast_from_run(
+            trained, out, starts=["2003-03-14"], settings=[f"data.store={where}"], device="cpu"
+        )
+        fields.append(last_field(out))
+    np.testing.assert_array_equal(*fields)
+
+
+@pytest.mark.parametrize(
+    ("grid", "units", "message"),
+    [
+        (small_grid(10), {}, r"has a grid of \(10, 16\) points .* trained on \(8, 16\)"),
+        (Grid(small_grid().lat, small_grid().lon + 5), {}, "lon 5 to .*trained.*lon 0 to .*regrid"),
+        (None, {"salinity": "g kg-1"}, "salinity is in 'g kg-1' .* was in '1' at training"),
+    ],
+)
+def test_a_store_of_another_grid_or_other_units_is_refused(
+    trained: Path, tmp_path: Path, grid: Grid | None, units: dict[str, str], message: str
+) -> None:
+    other = write_store(tmp_path / "other", grid=grid, units=units)
+    with pytest.raises(ValueError, match=message):
         forecast_from_run(
             trained, tmp_path / "g.zarr", settings=[f"data.store={other.path}"], device="cpu"
         )

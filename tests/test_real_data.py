@@ -112,7 +112,7 @@ def test_a_climatology_without_time_is_given_its_date(
 ) -> None:
     source, out = DATA / "levitus_3_levels.nc", tmp_path / "levitus.zarr"
     assert main(["data", "ingest", str(source), "--out", str(out)]) == 2
-    assert "time=2000-01-01" in capsys.readouterr().err
+    assert "--time 2000-01-01" in capsys.readouterr().err
     assert not out.exists()
     arguments = ["data", "ingest", str(source), "--out", str(out), "--time", "1994-01-01"]
     assert main([*arguments, "--json"]) == 0

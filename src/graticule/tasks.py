@@ -16,6 +16,7 @@ from graticule.evaluate import Scores, evaluate
 from graticule.forecast.reader import open_forecast
 from graticule.forecast.run import forecast
 from graticule.train import checkpoint
+from graticule.train.task import require_same_fields
 
 Progress = Callable[[int, int], None]
 
@@ -31,6 +32,9 @@ def forecast_from_run(
 ) -> dict[str, Any]:
     """Forecast with a run's weights. `run`: its folder, or one of its checkpoints.
 
+    The store may be another than the run's, with later dates for instance: same channels, grid
+    and units.
+
     out: none: `forecast.zarr` in the run's folder, or `forecast-step-....zarr` of a checkpoint.
     starts: dates of the store; none: every `forecast.every`-th of the split `forecast.split`.
     settings: `forecast.*`, `data.store` and splits.
@@ -41,15 +45,9 @@ def forecast_from_run(
     _only(settings, ("forecast.", "data.store", "data.test", "data.validation", "data.holes"))
     store = Store(config.data.store)
     source = SampleSource(store, config.data)
-    statistics = Statistics.load(store)
-    if store.fingerprint == state["fingerprints"]["store"]:
-        statistics.check_times(store, source.times("train"))
-    else:
-        raise ValueError(
-            f"{store.path} (fingerprint {store.fingerprint}) is not the store {found} was trained"
-            f" on ({state['fingerprints']['store']}); its numbers would be normalised in another"
-            " way"
-        )
+    require_same_fields(state["fields"], source)
+    # Those of the training, whatever store the forecast starts from.
+    statistics = Statistics.from_dict(state["statistics"])
     leads = config.forecast.leads
     if starts:
         chosen = sorted({store.times.find(text) for text in starts})

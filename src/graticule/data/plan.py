@@ -206,7 +206,7 @@ def arrange(
     if not dynamic:
         raise ValueError(
             f"none of {', '.join(v.name for v in plan)} has dates: a store needs a variable with"
-            " time. For a climatological mean give the date that it shall have (time=2000-01-01)"
+            " time. For a climatological mean give the date that it shall have (--time 2000-01-01)"
         )
     for variable in static:
         variable.role = "static"

@@ -82,11 +82,28 @@ class Statistics:
     def save(self, store: Store) -> None:
         """Write `statistics.json` into the store; ValueError if they are another store's."""
         self._refuse_other(store)
+        write_json(store.path / FILE_NAME, self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON holds them."""
         values = asdict(self)
         for key, value in values.items():
             if isinstance(value, np.ndarray):
                 values[key] = value.tolist()
-        write_json(store.path / FILE_NAME, values)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Statistics":
+        """The inverse of `to_dict`; KeyError or TypeError where a value is missing or too much."""
+        rest = dict(values)
+        arrays: dict[str, Any] = {
+            key: np.array(rest.pop(key), dtype=dtype)
+            for key, dtype in (
+                ("mean", np.float64), ("std", np.float64), ("tendency_std", np.float64),
+                ("count", np.int64),
+            )
+        }  # fmt: skip
+        return cls(names=tuple(rest.pop("names")), **arrays, **rest)
 
     @classmethod
     def load(cls, store: Store) -> "Statistics":
@@ -95,15 +112,7 @@ class Statistics:
         if not path.is_file():
             raise ValueError(f"{store.path} has no statistics; compute them for the training times")
         try:
-            values: dict[str, Any] = json.loads(path.read_text())
-            arrays: dict[str, Any] = {
-                key: np.array(values.pop(key), dtype=dtype)
-                for key, dtype in (
-                    ("mean", np.float64), ("std", np.float64), ("tendency_std", np.float64),
-                    ("count", np.int64),
-                )
-            }  # fmt: skip
-            statistics = cls(names=tuple(values.pop("names")), **arrays, **values)
+            statistics = cls.from_dict(json.loads(path.read_text()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             known = ", ".join(f.name for f in fields(cls))
             raise ValueError(

@@ -57,7 +57,7 @@ def demo_coast() -> Config:
     return replace(
         base,
         name="demo-coast",
-        data=replace(base.data, store="data/planet-coast.zarr"),
+        data=replace(base.data, store="data/planet-coast.zarr", static=("sea",)),
         train=replace(base.train, roll_longitude=False),
     )
 

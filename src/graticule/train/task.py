@@ -3,6 +3,7 @@
 import logging
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from graticule.data.normalise import Normaliser, normalised_statics
 from graticule.data.samples import SampleSource
 from graticule.data.statistics import Statistics
 from graticule.data.store import Store
+from graticule.grid import Grid
 from graticule.train.loss import LossWeights
 from graticule.train.step import Objective
 
@@ -34,6 +36,7 @@ class Task:
     train_starts: np.ndarray
     validation_starts: np.ndarray | None
     fingerprints: dict[str, str]
+    statistics: Statistics
 
     @classmethod
     def of(cls, config: Config, device: torch.device) -> "Task":
@@ -82,6 +85,7 @@ class Task:
             objective=objective,
             train_starts=train_starts,
             validation_starts=validation_starts,
+            statistics=statistics,
             fingerprints={
                 "config": config.fingerprint,
                 "store": store.fingerprint,
@@ -114,6 +118,38 @@ class Task:
             roll_seed=settings.seed if rolled else None,
             pin_memory=self.device.type == "cuda",
         )
+
+
+def fields_of(source: SampleSource) -> dict[str, Any]:
+    """What a model takes for granted of its fields: the grid, and units by channel."""
+    grid, store = source.store.grid, source.store
+    channels = [store.channels[c] for c in source.used] + [store.statics[c] for c in source.statics]
+    return {
+        "lat": grid.lat.tolist(),
+        "lon": grid.lon.tolist(),
+        "units": {channel.name: channel.units for channel in channels},
+    }
+
+
+def require_same_fields(trained: dict[str, Any], source: SampleSource) -> None:
+    """ValueError unless a store's grid and units are those of `fields_of` at training."""
+    here = fields_of(source)
+    if not Grid(trained["lat"], trained["lon"]).same_as(source.store.grid):
+        shape = len(trained["lat"]), len(trained["lon"])
+        raise ValueError(
+            f"{source.store.path} has a grid of {source.store.grid.shape} points (lat"
+            f" {here['lat'][0]:g} to {here['lat'][-1]:g}, lon {here['lon'][0]:g} to"
+            f" {here['lon'][-1]:g}); the run was trained on {shape} (lat {trained['lat'][0]:g} to"
+            f" {trained['lat'][-1]:g}, lon {trained['lon'][0]:g} to {trained['lon'][-1]:g}):"
+            " regrid the fields"
+        )
+    for name, units in here["units"].items():
+        before = trained["units"].get(name, units)
+        if units != before:
+            raise ValueError(
+                f"{name} is in {units!r} in {source.store.path} and was in {before!r} at training;"
+                f" ingest it with --units {name.partition('@')[0]}={before}"
+            )
 
 
 def _log_holes(source: SampleSource, num_windows: int) -> None:

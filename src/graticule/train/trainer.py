@@ -38,7 +38,7 @@ from graticule.train.optimizer import (
 )
 from graticule.train.progress import Metrics, memory_gib
 from graticule.train.step import LossScale, training_step
-from graticule.train.task import Task
+from graticule.train.task import Task, fields_of
 
 _log = logging.getLogger(__name__)
 
@@ -181,6 +181,9 @@ class _Run:
             "loss_scale": asdict(self.loss_scale) if self.loss_scale else None,
             "channels": self.task.source.channel_names,
             "fingerprints": self.task.fingerprints,
+            # A forecast from another store sees fields as this training did.
+            "statistics": self.task.statistics.to_dict(),
+            "fields": fields_of(self.task.source),
             "versions": versions(),
             "config": self.task.config.to_dict(),
         }

@@ -1,0 +1,243 @@
+"""What each command does: arguments to a call of the library, its result to `output`."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from graticule.cli.output import Bar, by, print_result, print_store, say
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    from graticule.demo import run_demo
+
+    summary = run_demo(
+        Path(options.out), Path(options.data), settings=options.set, bar=Bar, say=say
+    )
+    text = summary.pop("text")
+    print_result(options, summary, lambda: text)
+    return 0
+
+
+def run_data_demo(options: argparse.Namespace) -> int:
+    from graticule.data.demo import write_demo_store
+    from graticule.data.planet import Planet
+
+    planet = Planet(
+        num_runs=options.runs, samples_per_run=options.samples, seed=options.seed,
+        num_lat=options.lat, num_lon=options.lon, dt_seconds=options.dt_seconds,
+    )  # fmt: skip
+    out = options.out or ("data/planet-coast.zarr" if options.coast else "data/planet.zarr")
+    with Bar("simulating", "samples") as bar:
+        store = write_demo_store(
+            out, planet, coast=options.coast, workers=options.workers, progress=bar
+        )
+    print_store(options, store)
+    return 0
+
+
+def run_data_ingest(options: argparse.Namespace) -> int:
+    from graticule.data.ingest import ingest
+    from graticule.data.statistics import compute
+
+    roles: dict[str, Any] = {}
+    for role in ("forcing", "static", "diagnostic"):
+        roles |= {name: role for name in _names(getattr(options, role))}
+    splits = {
+        split: _names(getattr(options, split))
+        for split in ("train", "validation", "test")
+        if getattr(options, split)
+    }
+    with Bar("ingesting", "steps") as bar:
+        store = ingest(
+            [Path(source) for source in options.sources],
+            Path(options.out),
+            variables=_names(options.variables) or None,
+            roles=roles,
+            units=dict(_pair(unit) for unit in options.units),
+            packing=options.packing,
+            inner_chunk=_chunk(options.chunk),
+            splits=splits,
+            time=options.time,
+            allow_missing_chunks=options.allow_missing_chunks,
+            progress=bar,
+        )
+    if "train" in splits:
+        with Bar("statistics", "times") as bar:
+            compute(store, store.times.within(splits["train"]).nonzero()[0], bar).save(store)
+    print_store(options, store)
+    return 0
+
+
+def run_data_check(options: argparse.Namespace) -> int:
+    from graticule.data.check import check
+    from graticule.data.store import Store
+
+    with Bar("checking", "times") as bar:
+        report = check(Store(options.store), progress=bar)
+    print_result(options, report.to_json(), lambda: "\n".join(report.lines()))
+    return 0 if report.ok else 1
+
+
+def run_data_stats(options: argparse.Namespace) -> int:
+    from graticule.data.statistics import compute
+    from graticule.data.store import Store
+
+    store = Store(options.store)
+    ranges = _names(options.train) or store.splits.get("train")
+    if not ranges:
+        raise ValueError(f"{store.path} declares no train split: give --train first/last")
+    with Bar("statistics", "times") as bar:
+        found = compute(store, store.times.within(ranges).nonzero()[0], bar)
+    found.save(store)
+    rows = {
+        name: {"mean": mean, "std": std, "tendency_std": tendency, "count": int(count)}
+        for name, mean, std, tendency, count in zip(
+            found.names, found.mean.tolist(), found.std.tolist(), found.tendency_std.tolist(),
+            found.count, strict=True,
+        )
+    }  # fmt: skip
+    head = f"{found.num_times} times, {found.first} to {found.last}"
+    lines = [f"{name:24} mean {row['mean']:12.5g}   std {row['std']:12.5g}"
+             f"   step std {row['tendency_std']:12.5g}" for name, row in rows.items()]  # fmt: skip
+    values = {
+        "first": found.first, "last": found.last, "num_times": found.num_times, "channels": rows,
+    }  # fmt: skip
+    print_result(options, values, lambda: "\n".join([head, *lines]))
+    return 0
+
+
+def run_info(options: argparse.Namespace) -> int:
+    from graticule.assemble import describe, shapes_of_config
+
+    config = _config(options)
+    info = describe(config, shapes_of_config(config))
+    text = [
+        f"{info['recipe']}: {info['parameters']:,} parameters",
+        f"grid {by(info['grid'])}, padded {by(info['padded_shape'])}, {info['tokens']:,} tokens"
+        f" in {info['windows']:,} windows, {info['in_channels']} channels in,"
+        f" {info['out_channels']} out",
+        f"forward {info['forward_flops'] / 1e12:,.2f} TFLOP (2 per multiply-add): linears and"
+        f" convolutions {info['forward_flops_dense'] / 1e12:,.2f}, attention"
+        f" {info['forward_flops_attention'] / 1e12:,.2f}",
+        f"training step, {info['leads']} lead(s): {info['step_flops'] / 1e12:,.2f} TFLOP a sample",
+    ]
+    print_result(options, info, lambda: "\n".join(text))
+    return 0
+
+
+def run_train(options: argparse.Namespace) -> int:
+    from graticule.train.progress import read_metrics
+    from graticule.train.trainer import train
+
+    config = _config(options)
+    out = Path(options.out or f"runs/{config.name}")
+    with Bar(f"training {config.name}", "steps") as bar:
+        device = _device(options.device)
+        last = train(config, out, resume=options.resume, device=device, progress=bar)
+    # A finished run that is resumed has nothing to add; its lines may even be gone.
+    line = (read_metrics(out) or [{}])[-1]
+    values = {"run": str(out), "checkpoint": str(last), **line}
+    told = ", ".join(
+        f"{name.replace('_', ' ')} {line[name]:.5f}"
+        for name in ("loss", "validation_loss")
+        if name in line
+    )
+    print_result(options, values, lambda: f"{last}: {told or 'done'}")
+    return 0
+
+
+def run_forecast(options: argparse.Namespace) -> int:
+    from graticule.tasks import forecast_from_run
+
+    with Bar("forecasting", "leads") as bar:
+        result = forecast_from_run(
+            Path(options.run_folder),
+            Path(options.out) if options.out else None,
+            starts=options.start,
+            settings=options.set,
+            device=_device(options.device),
+            progress=bar,
+        )
+    print_result(
+        options,
+        result,
+        lambda: (
+            f"{result['forecast']}: {result['num_starts']} starts x {result['leads']} leads,"
+            f" {result['simulated_years_per_day']:,.0f} simulated years per day"
+        ),
+    )
+    return 0
+
+
+def run_evaluate(options: argparse.Namespace) -> int:
+    from graticule.tasks import evaluate_forecast
+
+    base = Path(options.out or Path(options.forecast).with_suffix(".scores"))
+    csv, json = (base.with_name(base.name + suffix) for suffix in (".csv", ".json"))
+    for path in (csv, json):
+        if path.exists() and not options.force:  # before hours of reading
+            raise ValueError(f"{path} exists already: name others with --out, or give --force")
+    with Bar("scoring", "fields") as bar:
+        scores = evaluate_forecast(
+            Path(options.forecast), store=options.store, settings=options.set, progress=bar
+        )
+    scores.write_csv(csv, force=options.force)
+    scores.write_json(json, force=options.force)
+    print_result(options, scores.to_dict(), scores.table)
+    return 0
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    from graticule.bench import run
+
+    result = run(options.name, say)
+    lines = [
+        f"{row['what']:12} ours {row['ours']:10.4g}  against {row['against']:10.4g} {row['unit']}"
+        f"  ratio {row['ratio']:.3f}  goal {row['goal']:g}  {'holds' if row['holds'] else 'missed'}"
+        f"\n             {row['note']}"
+        for row in result["rows"]
+    ]
+    print_result(options, result, lambda: "\n".join(lines))
+    return 0
+
+
+def _config(options: argparse.Namespace) -> Any:
+    from graticule.config import override
+    from graticule.recipes import recipe
+
+    return override(recipe(options.recipe), options.set)
+
+
+def _device(name: str | None) -> str | None:
+    """`name`, if PyTorch can compute there."""
+    import torch
+
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device {name} cannot be used here: {reason}") from None
+    return name
+
+
+def _names(text: str | None) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()] if text else []
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--units {text}: write VARIABLE=UNITS")
+    return name, value
+
+
+def _chunk(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    try:
+        channels, rows = (int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--chunk {text}: write CHANNELS,ROWS, for instance 93,32") from None
+    if channels < 1 or rows < 1:
+        raise ValueError(f"--chunk {text}: both must be at least 1")
+    return channels, rows

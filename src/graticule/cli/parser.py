@@ -1,0 +1,186 @@
+"""The arguments of every command, and help that opens with examples."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import graticule
+from graticule.cli import commands
+
+Command = Callable[[argparse.Namespace], Any]
+
+
+class Parser(argparse.ArgumentParser):
+    """Help opens with examples that can be pasted; an unusable argument is one line."""
+
+    examples: Sequence[str] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # An option is written out: `--se` is a typing error, not `--set`.
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def format_help(self) -> str:
+        shown = "\n".join(f"  {example}" for example in self.examples)
+        return f"Examples:\n{shown}\n\n{super().format_help()}"
+
+    def error(self, message: str) -> Any:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="graticule", description=graticule.__doc__)
+    parser.examples = (
+        "graticule demo",
+        "graticule info wenhai-medium --json",
+        "graticule train demo --set train.steps=100 --out runs/first",
+    )
+    parser.add_argument("--version", action="version", version=graticule.__version__)
+    top = parser.add_subparsers(dest="command", required=True, metavar="COMMAND",
+                                     parser_class=Parser)  # fmt: skip
+
+    def add(
+        group: Any, name: str, run: Command, summary: str, examples: Sequence[str],
+        *, sets: bool = False,
+    ) -> Parser:  # fmt: skip
+        command = group.add_parser(name, help=summary, description=summary)
+        command.examples = examples
+        command.set_defaults(run=run)
+        command.add_argument("--json", action="store_true", help="print the result as JSON")
+        command.add_argument("--verbose", action="store_true", help="log what libraries say too")
+        if sets:
+            command.add_argument(
+                "--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
+                help="change one value of the configuration; may be repeated",
+            )  # fmt: skip
+        return command
+
+    demo = add(
+        top, "demo", commands.run_demo,
+        "The whole path on the demo planet: data, training, fine-tuning, forecast, scores.",
+        ("graticule demo", "graticule demo --out runs/longer --set train.steps=2000",
+         "graticule demo --json"), sets=True,
+    )  # fmt: skip
+    demo.add_argument("--out", default="runs/demo", help="folder of the runs and results")
+    demo.add_argument("--data", default="data/planet.zarr", help="the planet's store")
+
+    data = top.add_parser("data", help="Make, check and describe stores of fields.")
+    data.examples = (
+        "graticule data demo",
+        "graticule data ingest winds.nc --out data/winds.zarr --train 1982/1989",
+        "graticule data check data/planet.zarr",
+    )
+    kinds = data.add_subparsers(dest="kind", required=True, metavar="KIND", parser_class=Parser)
+    planet = add(
+        kinds, "demo", commands.run_data_demo,
+        "Simulate the demo planet (spherical shallow water) into a store.",
+        ("graticule data demo", "graticule data demo --coast",
+         "graticule data demo --runs 6 --samples 40 --out data/small.zarr"),
+    )  # fmt: skip
+    planet.add_argument("--out", help="the store (default data/planet[-coast].zarr)")
+    planet.add_argument("--coast", action="store_true",
+                        help="keep only cells over the sea of Earth's coastline")  # fmt: skip
+    planet.add_argument("--runs", type=int, default=12)
+    planet.add_argument("--samples", type=int, default=84, help="six-hourly samples of a run")
+    planet.add_argument("--lat", type=int, default=48)
+    planet.add_argument("--lon", type=int, default=96)
+    planet.add_argument("--dt-seconds", type=float, default=360, metavar="SECONDS",
+                        help="solver step; a finer grid needs a shorter one")  # fmt: skip
+    planet.add_argument("--seed", type=int, default=0)
+    planet.add_argument("--workers", type=int, help="processes (default: one a core)")
+
+    ingest = add(
+        kinds, "ingest", commands.run_data_ingest,
+        "Bring NetCDF or Zarr fields on a latitude-longitude grid into a store.",
+        ("graticule data ingest monthly_navy_winds.cdf --out data/winds.zarr --variables"
+         " UWND,VWND --train 1982/1989 --validation 1990 --test 1991/1992",
+         "graticule data ingest levitus_climatology.cdf --out data/levitus.zarr --time 1994-01-01",
+         "graticule data ingest day1.nc day2.nc --out data/ocean.zarr --packing int16"
+         " --forcing u10,v10"),
+    )  # fmt: skip
+    ingest.add_argument("sources", nargs="+", metavar="FILE")
+    ingest.add_argument("--out", required=True, help="the store to write; never overwritten")
+    ingest.add_argument("--variables", help="names to take, in order: a,b,c (default: all)")
+    for role in ("forcing", "static", "diagnostic"):
+        ingest.add_argument(f"--{role}", help=f"variables that are {role}: a,b")
+    ingest.add_argument("--units", action="append", default=[], metavar="VARIABLE=UNITS",
+                        help="convert a variable, for instance thetao=degC")  # fmt: skip
+    ingest.add_argument("--packing", choices=("float32", "int16"), default="float32")
+    ingest.add_argument("--chunk", metavar="CHANNELS,ROWS", help="what is read together")
+    ingest.add_argument("--time", help="the date of fields without one")
+    ingest.add_argument("--allow-missing-chunks", action="store_true",
+                        help="take absent chunks of a Zarr source for fill values")  # fmt: skip
+    for split in ("train", "validation", "test"):
+        ingest.add_argument(f"--{split}", metavar="FIRST/LAST", help=f"times of the {split} split")
+
+    check = add(
+        kinds, "check", commands.run_data_check,
+        "Check times, gaps, holes, ranges, lost chunks and statistics; exit code 1 on errors.",
+        ("graticule data check data/planet.zarr", "graticule data check data/winds.zarr --json"),
+    )  # fmt: skip
+    check.add_argument("store")
+    stats = add(
+        kinds, "stats", commands.run_data_stats,
+        "Compute means and standard deviations over the training times.",
+        ("graticule data stats data/planet.zarr",
+         "graticule data stats data/winds.zarr --train 1982/1989"),
+    )  # fmt: skip
+    stats.add_argument("store")
+    stats.add_argument("--train", metavar="FIRST/LAST[,FIRST/LAST]",
+                       help="default: the store's train split")  # fmt: skip
+
+    info = add(
+        top, "info", commands.run_info,
+        "Parameters, tokens, padded shape and FLOPs; allocates nothing.",
+        ("graticule info demo",
+         "graticule info wenhai-medium --json",
+         "graticule info wenhai-small-globe --set model.window=8,12"), sets=True,
+    )  # fmt: skip
+    info.add_argument("recipe", metavar="RECIPE")
+
+    train = add(
+        top, "train", commands.run_train, "Train or fine-tune.",
+        ("graticule train demo --out runs/first",
+         "graticule train demo --out runs/first --resume --set train.steps=400",
+         "graticule train demo-finetune --set train.start_from=runs/first --out runs/tuned"),
+        sets=True,
+    )  # fmt: skip
+    train.add_argument("recipe", metavar="RECIPE", help="a name, or a run's config.json")
+    train.add_argument("--out", help="folder of the run (default runs/RECIPE)")
+    train.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    train.add_argument("--device", help="of torch (default: a GPU if there is one)")
+
+    forecast = add(
+        top, "forecast", commands.run_forecast, "Forecast from initial times of the run's store.",
+        ("graticule forecast runs/first", "graticule forecast runs/first --start 2001-12-10T06:00"
+         " --set forecast.leads=20 --out runs/one.nc",
+         "graticule forecast runs/first --set forecast.split=validation --out runs/val.zarr"),
+        sets=True,
+    )  # fmt: skip
+    forecast.add_argument("run_folder", metavar="RUN", help="a run, or one of its checkpoints")
+    forecast.add_argument("--start", action="append", default=[], metavar="DATE",
+                          help="an initial time; may be repeated (default: the split)")  # fmt: skip
+    forecast.add_argument("--out", help=".zarr or .nc (default RUN/forecast.zarr)")
+    forecast.add_argument("--device", help="of torch (default: a GPU if there is one)")
+
+    evaluate = add(
+        top, "evaluate", commands.run_evaluate,
+        "Score a forecast beside persistence and climatology: table, CSV and JSON.",
+        ("graticule evaluate runs/first/forecast.zarr",
+         "graticule evaluate runs/first/forecast.zarr --force --set"
+         " evaluate.region=170,-170,-30,30",
+         "graticule evaluate runs/one.nc --store data/planet.zarr --out runs/one.scores"),
+        sets=True,
+    )  # fmt: skip
+    evaluate.add_argument("forecast", metavar="FORECAST")
+    evaluate.add_argument(
+        "--store", help="the truth (default: the store the forecast started from)"
+    )
+    evaluate.add_argument("--out", help="name of the .csv and .json (default FORECAST.scores)")
+    evaluate.add_argument("--force", action="store_true", help="write over earlier scores")
+
+    bench = add(
+        top, "bench", commands.run_bench, "Measure: ours and a named baseline from one run.",
+        ("graticule bench step", "graticule bench step --json"),
+    )  # fmt: skip
+    bench.add_argument("name", metavar="NAME")
+    return parser
