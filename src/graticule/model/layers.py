@@ -106,8 +106,8 @@ class TransposedConv(Layer):
         return dense(partial(F.conv_transpose2d, stride=self.stride), x, *self.weights(x.dtype))
 
 
-class LayerNorm(Layer):
-    """Over the features of one token."""
+class Norm(Layer):
+    """A scale and an offset per feature, 1 and 0 at first. eps: added to the variance."""
 
     def __init__(self, num_features: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -118,6 +118,10 @@ class LayerNorm(Layer):
     def reset(self, generator: torch.Generator) -> None:
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
+
+
+class LayerNorm(Norm):
+    """Over the features of one token."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weights(x.dtype)
