@@ -183,9 +183,3 @@ def test_statistics_that_are_missing_of_other_times_or_of_another_store_are_told
     report = check(store)
     assert [f.severity for f in found(report, "statistics")] == ["error"]
     assert not report.ok
-
-
-def test_splits_that_share_times_are_told(tmp_path):
-    splits = {"train": ["2003-02-20/2003-02-27"], "test": ["2003-02-27/2003-03-03"]}
-    store = tiny_store(tmp_path, splits=splits)
-    assert [f.dates for f in found(check(store), "split")] == [("2003-02-27",)]

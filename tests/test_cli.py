@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import importlib
 import json
 import logging
 import os
@@ -222,6 +223,22 @@ def test_a_message_of_several_lines_becomes_one(
     assert "start a new run with train.start_from" in line
 
 
+def test_a_resumed_run_keeps_what_was_set_at_its_start(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    train = ["train", "demo", "--out", str(out)]
+    assert main([*train, *sets(f"data.store={store.path}", "train.steps=3")]) == 0
+    assert main([*train, "--resume", "--set", "train.steps=4"]) == 0
+    settings = json.loads((out / "config.json").read_text())
+    assert settings["train"]["steps"] == 4
+    assert settings["model"]["width"] == 16
+    assert [line["step"] for line in read_metrics(out)] == [1, 2, 3, 4]
+    capsys.readouterr()
+    line = refused(["train", "winds", "--resume", "--out", str(out)], capsys)
+    assert "is a run of demo, not of winds" in line
+
+
 def test_a_resume_without_a_run_does_not_start_one(
     store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,7 +288,10 @@ def test_a_start_that_cannot_be_is_named(
 def test_a_folder_that_may_not_be_written_to_is_named(
     trained: Path, store: Store, forecast: Path
 ) -> None:
-    # Without the rights of root, which may write anywhere.
+    # Without the rights of root, which may write anywhere. A child without them may not be able
+    # to read the interpreter's own files either: import what it needs before.
+    importlib.import_module("concurrent.futures.process")
+    importlib.import_module("graticule.demo")
     closed = trained.parent / "closed"
     closed.mkdir(mode=0o555)
     said = trained.parent / "said"

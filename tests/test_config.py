@@ -202,7 +202,6 @@ def test_a_setting_of_another_shape_is_told_the_right_one(setting: str) -> None:
         ("data.grid=5", r"data\.grid=\[5\]: .*\(it holds tuple\[int, int\] \| None\)"),
         ("data.grid=a,b", r"data\.grid='a': .*integer"),
         ("evaluate.region=1,2,3", r"evaluate\.region=\[1, 2, 3\]: "),
-        ("data.train=none", r"data\.train=None: .*tuple"),
         ("data.holes=ignore", r"data\.holes='ignore': Input should be 'error' or 'drop-window'"),
         ("train.learning_rate=NaN", r"train\.learning_rate=nan: .*finite"),
         ("train.learning_rate=Infinity", r"train\.learning_rate=inf: .*finite"),

@@ -371,3 +371,10 @@ def test_windows_with_a_stride_are_those_counted_one_by_one() -> None:
             if all(whole) and all(allowed[kept[int(second) + DAY * k]] for k in offsets):
                 expected.append(index)
         assert axis.windows(offsets, allowed).tolist() == expected
+
+
+def test_splits_that_share_a_time_are_refused_with_its_date():
+    axis = TimeAxis(86400 * np.arange(10), "standard", 86400)
+    axis.check_splits({"train": ["1970-01-01/1970-01-05"], "test": ["1970-01-06/1970-01-07"]})
+    with pytest.raises(ValueError, match=r"test shares 2 times .* 1970-01-04 .*do not overlap"):
+        axis.check_splits({"train": ["1970-01-01/1970-01-05"], "test": ["1970-01-04/1970-01-07"]})

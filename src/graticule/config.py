@@ -368,7 +368,9 @@ def override(config: Config, settings: list[str]) -> Config:
         holds_list = "tuple" in str(hint)
         takes_one = "int |" in str(hint)
         value = text if hint is str else _parse(text, as_text="str" in str(hint))
-        if holds_list and not isinstance(value, list) and value is not None and not takes_one:
+        if value is None and "str" in str(hint) and "None" not in str(hint):
+            value = []  # none of the names or dates
+        elif holds_list and not isinstance(value, list | None) and not takes_one:
             value = [value] if text else []
         values[section][key] = value
     return from_dict(values)

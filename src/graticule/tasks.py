@@ -41,11 +41,11 @@ def forecast_from_run(
     """
     found = checkpoint.find(run)
     state = checkpoint.read_state(found)
-    config = override(from_dict(state["config"]), list(settings))
+    config = override(from_dict(state["config"]), ["data.grid=none", *settings])
     _only(settings, ("forecast.", "data.store", "data.test", "data.validation", "data.holes"))
     store = Store(config.data.store)
     source = SampleSource(store, config.data)
-    require_same_fields(state["fields"], source)
+    require_same_fields(state["fields"], source)  # instead of data.grid: it says more
     # Those of the training, whatever store the forecast starts from.
     statistics = Statistics.from_dict(state["statistics"])
     leads = config.forecast.leads

@@ -33,6 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read our output has enough; what is still buffered must not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except PermissionError as error:
+        print(
+            f"graticule: error: {error.filename}: {error.strerror}; name a place that you may"
+            " write to and files that you may read",
+            file=sys.stderr,
+        )
+        return 2
     except (ValueError, OSError) as error:
         lines = (line.strip() for line in str(error).splitlines())
         print(f"graticule: error: {' '.join(lines)}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """What each command does: arguments to a call of the library, its result to `output`."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +117,10 @@ def run_info(options: argparse.Namespace) -> int:
         f"grid {by(info['grid'])}, padded {by(info['padded_shape'])}, {info['tokens']:,} tokens"
         f" in {info['windows']:,} windows, {info['in_channels']} channels in,"
         f" {info['out_channels']} out",
-        f"forward {info['forward_flops'] / 1e12:,.2f} TFLOP (2 per multiply-add): linears and"
-        f" convolutions {info['forward_flops_dense'] / 1e12:,.2f}, attention"
-        f" {info['forward_flops_attention'] / 1e12:,.2f}",
-        f"training step, {info['leads']} lead(s): {info['step_flops'] / 1e12:,.2f} TFLOP a sample",
+        f"forward {_flop(info['forward_flops'])} (2 per multiply-add): linears and"
+        f" convolutions {_flop(info['forward_flops_dense'])}, attention"
+        f" {_flop(info['forward_flops_attention'])}",
+        f"training step, {info['leads']} lead(s): {_flop(info['step_flops'])} a sample",
     ]
     print_result(options, info, lambda: "\n".join(text))
     return 0
@@ -131,6 +132,8 @@ def run_train(options: argparse.Namespace) -> int:
 
     config = _config(options)
     out = Path(options.out or f"runs/{config.name}")
+    if options.resume and (out / "config.json").is_file():
+        config = _resumed(out, config, options.set)
     with Bar(f"training {config.name}", "steps") as bar:
         device = _device(options.device)
         last = train(config, out, resume=options.resume, device=device, progress=bar)
@@ -174,6 +177,10 @@ def run_evaluate(options: argparse.Namespace) -> int:
 
     base = Path(options.out or Path(options.forecast).with_suffix(".scores"))
     csv, json = (base.with_name(base.name + suffix) for suffix in (".csv", ".json"))
+    if not os.access(base.parent, os.W_OK):
+        raise ValueError(
+            f"{base.parent} permission denied, or no such folder; name another with --out"
+        )
     for path in (csv, json):
         if path.exists() and not options.force:  # before hours of reading
             raise ValueError(f"{path} exists already: name others with --out, or give --force")
@@ -206,6 +213,21 @@ def _config(options: argparse.Namespace) -> Any:
     from graticule.recipes import recipe
 
     return override(recipe(options.recipe), options.set)
+
+
+def _flop(number: float) -> str:
+    return f"{number / 1e12:,.2f} TFLOP" if number >= 1e11 else f"{number / 1e9:,.3f} GFLOP"
+
+
+def _resumed(out: Path, asked: Any, settings: list[str]) -> Any:
+    """The run's own configuration with `settings` on top: what was set at its start stays set."""
+    from graticule.config import override
+    from graticule.recipes import recipe
+
+    own = recipe(str(out / "config.json"))
+    if own.name != asked.name:
+        raise ValueError(f"{out} is a run of {own.name}, not of {asked.name}; name that recipe")
+    return override(own, settings)
 
 
 def _device(name: str | None) -> str | None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations
 from typing import Any, Literal
 
 import cftime
@@ -114,7 +113,7 @@ def check(
     indices = np.arange(len(store.times)) if times is None else np.unique(np.asarray(times))
     if indices.size == 0:
         raise ValueError("no times to check")
-    findings = [*_gaps(store, indices), *_splits(store)]
+    findings = _gaps(store, indices)
     scan = _Scan(store)
     for done, index in enumerate(indices, 1):
         scan.add(int(index))
@@ -284,20 +283,6 @@ def _gaps(store: Store, indices: np.ndarray) -> list[Finding]:
         f"{len(jumps)} gaps in time (step {step}): from {_date(store, int(jumps[0]) - 1)} to"
         f" {dates[0]}{' and others' if len(jumps) > 1 else ''}; windows do not cross them",
     )]  # fmt: skip
-
-
-def _splits(store: Store) -> list[Finding]:
-    inside = {name: store.times.within(ranges) for name, ranges in store.splits.items() if ranges}
-    found = []
-    for first, second in combinations(inside, 2):
-        shared = np.flatnonzero(inside[first] & inside[second])
-        if shared.size:
-            dates = tuple(_date(store, int(i)) for i in shared)
-            found.append(Finding(
-                "split", "warning", "", dates,
-                f"splits {first} and {second} share {shared.size} times: {_few(dates)}",
-            ))  # fmt: skip
-    return found
 
 
 def _statistics(store: Store, scans: Sequence[_Scan]) -> list[Finding]:

@@ -76,8 +76,7 @@ def ingest(
         grid = plan[0].pieces[0].grid
         channels = Channels([channel for variable in dynamic for channel in variable.channels])
         statics = Channels([channel for variable in static for channel in variable.channels])
-        for ranges in (splits or {}).values():
-            times.within(ranges)  # before hours of reading
+        times.check_splits(splits or {})  # before hours of reading
         logger.info(
             "%d times from %s to %s, %d x %d points, %d channels: %s",
             len(times), times.date(0), times.date(len(times) - 1), *grid.shape, len(channels),

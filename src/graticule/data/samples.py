@@ -5,6 +5,7 @@ strides from its initial time: Wenhai (0) -> (1); a model with history (-1, 0) -
 rollout of K leads starts lead k where lead k - 1 ended, `advance` store steps further.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,8 @@ import numpy as np
 from graticule.config import DataConfig
 from graticule.data.store import Store
 from graticule.variables import Channels, Role
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +110,13 @@ class SampleSource:
                     " one role"
                 )
         # What the configuration names has the role it names; the store's own roles fill the rest.
+        for role in roles:
+            for c in named[role]:
+                if channels[c].role != role:
+                    _log.info(
+                        "%s is %s in %s and %s by data.%s", channels.names[c], channels[c].role,
+                        store.path, role, role,
+                    )  # fmt: skip
         taken = {c for picked in named.values() for c in picked}
         picked = {
             role: named[role] or [c for c in channels.with_role(role) if c not in taken]
@@ -140,16 +150,7 @@ class SampleSource:
         ranges: dict[str, Sequence[str]] = {}
         for split in ("train", "validation", "test"):
             ranges[split] = getattr(self.config, split) or self.store.splits.get(split, ())
-        taken = np.zeros(len(self.store.times), dtype=bool)
-        for split, texts in ranges.items():
-            inside = self.store.times.within(texts)
-            shared = np.flatnonzero(taken & inside)
-            if shared.size:
-                raise ValueError(
-                    f"data.{split} shares {shared.size} times with another split, the first is"
-                    f" {self.store.times.date(int(shared[0]))}"
-                )
-            taken |= inside
+        self.store.times.check_splits(ranges)
         return ranges
 
     def times(self, split: str) -> np.ndarray:
@@ -177,7 +178,14 @@ class SampleSource:
         if not starts.size:
             raise ValueError(
                 f"the {split} split has {int(inside.sum())} times but no unbroken window of"
-                f" {max(offsets) - min(offsets) + 1} steps ({leads} leads); use fewer leads"
+                f" {max(offsets) - min(offsets) + 1} steps ({leads} leads)"
+                + (
+                    f" once the {int((inside & self.holes).sum())} times with missing values at"
+                    " sea are left out"
+                    if self.holes[inside].any()
+                    else ""
+                )
+                + "; use fewer leads or a longer split"
             )
         return starts
 

@@ -3,6 +3,7 @@ read one time of one of them as (level, lat, lon) north to south and east from [
 
 import itertools
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -160,6 +161,8 @@ def open_sources(paths: Sequence[Path]) -> Iterator[list[tuple[Path, xr.Dataset]
             how: dict[str, Any] = {"engine": "zarr", "consolidated": False} if is_zarr else {
                 "engine": "netcdf4"
             }  # fmt: skip
+            if not os.access(path, os.R_OK):
+                raise ValueError(f"{path} may not be read: its permissions forbid it")
             try:
                 dataset = xr.open_dataset(path, decode_cf=False, cache=False, chunks=None, **how)
             except (OSError, ValueError, KeyError) as error:

@@ -75,8 +75,8 @@ class Statistics:
             first, last, count = _span(store.times, times)
             raise ValueError(
                 f"the statistics of {store.path} come from {self.num_times} times, {self.first} to"
-                f" {self.last}, and the training times are {count}, {first} to {last}; compute"
-                " them again for the training times"
+                f" {self.last}, and the training times are {count}, {first} to {last}; run"
+                f" `graticule data stats {store.path} --train FIRST/LAST` for those"
             )
 
     def save(self, store: Store) -> None:
@@ -110,7 +110,10 @@ class Statistics:
         """The statistics saved in a store; ValueError if there are none or they do not fit."""
         path = store.path / FILE_NAME
         if not path.is_file():
-            raise ValueError(f"{store.path} has no statistics; compute them for the training times")
+            raise ValueError(
+                f"{store.path} has no statistics; compute them for the training times with"
+                f" `graticule data stats {store.path} --train FIRST/LAST`"
+            )
         try:
             statistics = cls.from_dict(json.loads(path.read_text()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -125,13 +128,13 @@ class Statistics:
         if self.store_fingerprint != store.fingerprint:
             raise ValueError(
                 f"the statistics belong to a store with fingerprint {self.store_fingerprint};"
-                f" {store.path} has {store.fingerprint}; compute them again"
+                f" {store.path} has {store.fingerprint}; run `graticule data stats {store.path}`"
             )
         expected = (*store.channels.names, *store.statics.names)
         if sorted(self.names) != sorted(expected):
             raise ValueError(
                 f"the statistics are of {', '.join(self.names)}; {store.path} has"
-                f" {', '.join(expected)}; compute them again"
+                f" {', '.join(expected)}; run `graticule data stats {store.path}`"
             )
 
 

@@ -319,8 +319,7 @@ class StoreWriter:
                     f" {(len(statics), height, width)}, got {shape}"
                 )
             static_fields = Packing().pack(static_fields, statics)
-        for ranges in (splits or {}).values():
-            times.within(ranges)
+        times.check_splits(splits or {})
         chunk_channels, chunk_rows = inner_chunk or (len(channels), 32)
         if min(chunk_channels, chunk_rows) < 1:
             raise ValueError(f"inner_chunk={inner_chunk} must be at least 1 channel and 1 row")

@@ -1,7 +1,7 @@
 """The time axis of a store: dates in any CF calendar, the step, gaps, ranges and windows."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -147,6 +147,19 @@ class TimeAxis:
                 )
             inside |= found
         return inside
+
+    def check_splits(self, splits: Mapping[str, Sequence[str]]) -> None:
+        """ValueError unless every range holds a time and no time is in two splits."""
+        taken = np.zeros(len(self), dtype=bool)
+        for split, ranges in splits.items():
+            inside = self.within(ranges)
+            shared = np.flatnonzero(taken & inside)
+            if shared.size:
+                raise ValueError(
+                    f"{split} shares {shared.size} times with another split, the first is"
+                    f" {self.date(int(shared[0]))}; give ranges that do not overlap"
+                )
+            taken |= inside
 
     def windows(self, offsets: Sequence[int], allowed: np.ndarray) -> np.ndarray:
         """Indices i such that every i + offset lies in i's unbroken segment and is `allowed`.

@@ -285,6 +285,10 @@ class ForecastWriter:
         except (OSError, RuntimeError) as error:
             # netCDF does not say that the disk is full.
             there = self.path.parent
+            if isinstance(error, PermissionError):
+                raise ValueError(
+                    f"{self.path}: cannot {action}: {error}; name a folder that you may write to"
+                ) from error
             free = shutil.disk_usage(there).free / 2**20 if there.is_dir() else 0.0
             raise ValueError(
                 f"{self.path}: cannot {action}: {error} ({free:.0f} MiB free there). What is there"
@@ -331,7 +335,10 @@ def _refuse_path(path: Path, inputs: Sequence[str | Path]) -> None:
                 f"{path} lies in {other}, which the forecast is made from; write it elsewhere"
             )
     if path.exists() or path.is_symlink():
-        raise ValueError(f"{path} exists already and is not overwritten; name another path")
+        raise ValueError(
+            f"{path} exists already and is not overwritten; name another path, or delete it if it"
+            " is what a forecast that did not finish left behind"
+        )
 
 
 def _level_attributes(units: str) -> dict[str, str]:

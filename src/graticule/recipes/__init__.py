@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from graticule.config import Config, from_dict
-from graticule.recipes.demo import demo, demo_coast, demo_finetune, winds
+from graticule.recipes.demo import demo, demo_coast, demo_finetune, small, winds
 from graticule.recipes.wenhai import (
     wenhai_large,
     wenhai_medium,
@@ -22,6 +22,7 @@ RECIPES: dict[str, Callable[[], Config]] = {
         demo,
         demo_finetune,
         demo_coast,
+        small,
         winds,
         wenhai_small,
         wenhai_medium,

@@ -62,6 +62,20 @@ def demo_coast() -> Config:
     )
 
 
+def small() -> Config:
+    """A small model for whatever store: `--set data.store=PATH`. Grid, channels, roles and
+    splits are the store's own; window widths that do not divide the circle are refused with
+    those that do."""
+    base = demo()
+    return replace(
+        base,
+        name="small",
+        data=DataConfig(),
+        train=replace(base.train, roll_longitude=False),
+        evaluate=EvaluateConfig(),
+    )
+
+
 def winds() -> Config:
     """132 months of global monthly mean surface winds at 2.5 degrees (FNMOC; see
     `graticule data ingest --help`): from one month to the next."""

@@ -88,11 +88,10 @@ def point_of_resume(config: Config, out: Path) -> Path | None:
     before, now = _flat(saved), _flat(config)
     changed = [key for key in now if before[key] != now[key] and key not in MAY_CHANGE]
     if changed:
-        lines = "\n  ".join(
-            f"{key}: {before[key]!r} in the run, now {now[key]!r}" for key in changed
-        )
+        told = [f"{key}: {before[key]!r} in the run, now {now[key]!r}" for key in changed]
+        shown = "; ".join(told[:3]) + (f"; and {len(told) - 3} more" if len(told) > 3 else "")
         raise ValueError(
-            f"{out} was started with another configuration:\n  {lines}\nResume it as it was, or"
+            f"{out} was started with another configuration ({shown}). Resume it as it was, or"
             f" start a new run with train.start_from={out}. Only {', '.join(MAY_CHANGE)} may change"
         )
     if saved.train.steps != config.train.steps and config.train.schedule == "cosine":

@@ -51,7 +51,7 @@ class Stopped(KeyboardInterrupt):
 
     def __init__(self, signal_number: int, step: int, path: Path) -> None:
         name = signal.Signals(signal_number).name
-        super().__init__(f"{name}: stopped after step {step}, saved {path}; resume goes on there")
+        super().__init__(f"{name}: stopped after step {step}, saved {path}; --resume goes on there")
         self.signal_number, self.step, self.checkpoint = signal_number, step, path
 
 
