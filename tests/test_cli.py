@@ -4,7 +4,6 @@ import argparse
 import csv
 import importlib
 import json
-import logging
 import os
 import shlex
 import signal
@@ -42,16 +41,9 @@ def sets(*settings: str) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Away from stores and runs that lie where the tests are started, and with the logging that
-    `main` sets up for its process put back."""
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Away from stores and runs that lie where the tests are started."""
     monkeypatch.chdir(tmp_path)
-    root, own = logging.getLogger(), logging.getLogger("graticule")
-    handlers, levels = root.handlers[:], (root.level, own.level)
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(levels[0])
-    own.setLevel(levels[1])
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """Excerpts of real files through the commands, from NetCDF to scores (tests/data/README.md)."""
 
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import netCDF4
@@ -16,17 +14,6 @@ from graticule.forecast.reader import open_forecast
 from graticule.train.progress import read_metrics
 
 DATA = Path(__file__).parent / "data"
-
-
-@pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
-    """`main` sets up logging for its process."""
-    root, own = logging.getLogger(), logging.getLogger("graticule")
-    handlers, levels = root.handlers[:], (root.level, own.level)
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(levels[0])
-    own.setLevel(levels[1])
 
 
 def test_six_months_of_winds_go_from_netcdf_to_scores(

@@ -1,0 +1,17 @@
+"""What holds for every test."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """The command line sets up logging for its whole process; a test puts it back."""
+    root, own = logging.getLogger(), logging.getLogger("graticule")
+    handlers, levels = root.handlers[:], (root.level, own.level)
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(levels[0])
+    own.setLevel(levels[1])
