@@ -4,6 +4,11 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+# Tests fork, and compare bit by bit with what a child computes: threads of a threaded parent hang
+# in its children, and another number of threads adds in another order.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
