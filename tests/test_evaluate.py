@@ -4,6 +4,7 @@ import csv
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from graticule.data.store import Store, StoreWriter
 from graticule.data.times import TimeAxis, seconds_of
-from graticule.evaluate import Scores, Sums, evaluate, pair_sums
+from graticule.evaluate import Scores, Spectra, Sums, evaluate, pair_sums
 from graticule.forecast.writer import ForecastWriter
 from graticule.grid import Grid
 from graticule.variables import Channel, Channels
@@ -153,6 +154,48 @@ def test_acc_is_the_weighted_correlation_of_anomalies(tmp_path: Path) -> None:
     assert score(path, store).acc()[0, 0] == pytest.approx(expected, rel=1e-6)
 
 
+def test_activity_is_the_deviation_of_the_anomaly_from_its_area_mean(tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    truth = rng.normal(size=(12, *GRID.shape)).astype(np.float32)
+    guess = rng.normal(size=(2, *GRID.shape)).astype(np.float32)
+    store = make_store(tmp_path / "s", lambda day: truth[day])
+    # Far from each other and from the truth in the mean: no activity.
+    shift = {3: 100, 6: -50}
+    path = make_forecast(tmp_path / "f.zarr", lambda day, lead: guess[day // 6] + shift[day],
+                         inits=(3, 6), leads=1)  # fmt: skip
+    scores, usual, w = score(path, store), truth[:2].astype(np.float64).mean(0), GRID.cell_area
+
+    def variance(field: np.ndarray) -> float:
+        anomaly = field - usual
+        mean = (w * anomaly).sum() / w.sum()
+        return (w * (anomaly - mean) ** 2).sum() / w.sum()
+
+    expected = {
+        "model": np.sqrt((variance(guess[0]) + variance(guess[1])) / 2),
+        "truth": np.sqrt((variance(truth[4]) + variance(truth[7])) / 2),
+        "persistence": np.sqrt((variance(truth[3]) + variance(truth[6])) / 2),
+        "climatology": 0.0,
+    }
+    for source, value in expected.items():
+        assert scores.activity(source)[0, 0] == pytest.approx(value, rel=1e-5)
+        ratio = scores.activity_ratio(source)[0, 0]
+        assert ratio == pytest.approx(value / expected["truth"], rel=1e-5)
+    rows = [row for row in scores.rows() if row["channel"] == "thetao@5"]
+    assert [row["activity"] for row in rows] == [
+        scores.activity(source)[0, 0] for source in ("model", "persistence", "climatology")
+    ]
+    assert rows[0]["activity_ratio"] == scores.activity_ratio()[0, 0]
+
+
+def test_an_anomaly_that_is_the_same_everywhere_has_no_ratio_of_activities(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s", lambda day: day / 3)
+    path = make_forecast(tmp_path / "f.zarr", lambda day, lead: GRID.lat[:, None] + 0 * GRID.lon)
+    scores = score(path, store)
+    assert scores.activity("truth").max() < 1e-6
+    assert np.isnan(scores.activity_ratio()).all()
+    assert {row["activity_ratio"] for row in scores.rows()} == {None}
+
+
 def test_halves_add_up_to_the_whole() -> None:
     shape = (2, *GRID.shape)
     counted = np.ones(shape, bool)
@@ -172,6 +215,8 @@ def test_halves_add_up_to_the_whole() -> None:
     np.testing.assert_array_equal(merged.cells, whole.cells)
     np.testing.assert_allclose(merged.weight, whole.weight, rtol=1e-14)
     np.testing.assert_allclose(merged.values, whole.values, rtol=1e-12, atol=1e-3)
+    np.testing.assert_allclose(merged.activity, whole.activity, rtol=1e-12)
+    assert (whole.activity[[0, 1, 3]] > 0).all()
     # And by rows, as the stripes of one field do.
     fields, middle = random_fields(shape, 9), 3
     stripes = [
@@ -381,14 +426,129 @@ def test_the_table_has_a_row_per_channel_and_ratios_at_the_last_lead(small: Scor
     lines = small.table().splitlines()
     assert lines[0].split() == [
         "RMSE", "units", "1", "d", "2", "d", "3", "d",
-        "/persistence", "/climatology", "bias", "ACC",
+        "/persistence", "/climatology", "bias", "ACC", "activity",
     ]  # fmt: skip
     assert lines[1].split()[:6] == ["thetao@5", "degC", "0.5", "1", "1.5", "0.500"]
-    assert lines[1].split()[-2] == "+1.5"
+    assert lines[1].split()[-3:] == ["+1.5", "0.999", "-"]
     assert lines[2].split()[:2] == ["zos", "m"]
     assert lines[3].split()[:2] == ["normalised", "1"]
     assert "at 3 d. 6 forecast fields" in lines[4]
-    assert max(map(len, lines)) < 140
+    assert max(map(len, lines)) <= 100
+
+
+# Wide enough for segments beside the land of zos.
+WIDE = Grid(np.linspace(80, -80, 9), np.arange(0, 360, 5.0))
+
+
+def wide_scores(tmp_path: Path, change: Callable[[np.ndarray], np.ndarray], **more: Any) -> Scores:
+    """Noise, and a forecast of the truth with the anomalies changed."""
+    fields = np.random.default_rng(3).normal(size=(12, 2, *WIDE.shape)).astype(np.float32)
+    fields[:2] = 0  # the climatology is smooth
+    fields += 20 + 10 * np.cos(np.deg2rad(WIDE.lat))[:, None].astype(np.float32)
+    fields[:, 1, :, :9] = np.nan
+    times = TimeAxis(np.array([seconds_of(date(day)) for day in range(12)]), "noleap", DAY)
+    writer = StoreWriter(tmp_path / "s", channels=CHANNELS, grid=WIDE, times=times)
+    for day, field in enumerate(fields):
+        writer.write(day, field)
+    usual = fields[:2].astype(np.float64).mean(0)
+    path = tmp_path / "f.zarr"
+    with ForecastWriter(
+        path, channels=CHANNELS, grid=WIDE, init_times=[date(2), date(5)],
+        valid_times=np.array([[date(day + k + 1) for k in range(3)] for day in (2, 5)]),
+        nominal_step_seconds=DAY, regular=True, attributes={"run_fingerprint": "r1"},
+    ) as forecast:  # fmt: skip
+        for i, day in enumerate((2, 5)):
+            for k in range(3):
+                values = usual + change(fields[day + k + 1] - usual)
+                forecast.write(i, k, values.astype(np.float32))
+    return score(path, writer.finish(), **more)
+
+
+def smoothed(anomaly: np.ndarray) -> np.ndarray:
+    """Weighted mean of three columns; land stays land."""
+    filled = np.nan_to_num(anomaly)
+    mean = (np.roll(filled, 1, -1) + 2 * filled + np.roll(filled, -1, -1)) / 4
+    return np.where(np.isfinite(anomaly), mean, np.nan)
+
+
+def test_a_smoothed_forecast_is_called_damped_and_smoother_with_numbers(tmp_path: Path) -> None:
+    scores = wide_scores(tmp_path, smoothed)
+    # Weights 1/4, 1/2, 1/4 of white noise leave 3/8 of its variance, and less beside land.
+    np.testing.assert_allclose(scores.activity_ratio()[:, 0], np.sqrt(3 / 8), rtol=0.05)
+    assert (scores.activity_ratio()[:, 1] < 0.65).all()
+    assert (scores.short_power_ratio() < 0.02).all()
+    assert scores.spectra is not None
+    assert len(set(scores.spectra.kind)) == 1
+    columns = int(scores.spectra.kind[0].split()[2])
+    low, high = min(scores.activity_ratio()[-1]), max(scores.activity_ratio()[-1])
+    assert max(map(len, scores.table().splitlines())) <= 100
+    text = " ".join(scores.table().split())
+    assert f"Activity at 3 d / truth's: {low:.3g} (" in text
+    assert f"to {high:.3g} (" in text
+    assert "), damped in thetao@5, zos." in text
+    assert "Power at short waves at 3 d / truth's: 0.0" in text
+    assert "), smoother in thetao@5, zos." in text
+    assert f"segments of {columns} columns" in text
+    told = json.loads(json.dumps(scores.to_dict()))
+    assert told["format"] == "graticule scores 2"
+    assert told["spectra"]["leads"] == [1, 2, 3]
+    channel = told["spectra"]["channels"]["zos"]
+    assert channel["kind"] == f"segments of {columns} columns"
+    assert 0.75 <= channel["share"] <= 1
+    assert channel["short_power_ratio"] == scores.short_power_ratio()[:, 1].tolist()
+    assert channel["short_wavenumbers"][1] == 36
+
+
+def test_a_forecast_of_the_truth_is_as_active_and_as_fine(tmp_path: Path) -> None:
+    scores = wide_scores(tmp_path, lambda anomaly: anomaly)
+    text = " ".join(scores.table().split())
+    assert "Activity at 3 d / truth's: 1 (" in text
+    assert ", as active." in text
+    assert ", as fine." in text
+    np.testing.assert_allclose(scores.short_power_ratio(), 1, rtol=1e-5)
+
+
+def test_a_noisy_forecast_is_called_too_active_and_rougher(tmp_path: Path) -> None:
+    text = " ".join(wide_scores(tmp_path, lambda anomaly: 2 * anomaly).table().split())
+    assert "to 2 (" in text
+    assert "too active in thetao@5, zos." in text
+    assert "rougher in thetao@5, zos." in text
+
+
+def test_spectra_are_of_the_region_alone(tmp_path: Path) -> None:
+    def change(anomaly: np.ndarray) -> np.ndarray:
+        return np.where(WIDE.lat[:, None] > 0, smoothed(anomaly), anomaly)
+
+    south = wide_scores(tmp_path, change, region=(-100, 10, -90, -10))
+    np.testing.assert_allclose(south.short_power_ratio()[:, 0], 1, rtol=1e-5)
+    assert south.spectra is not None
+    # 4 rows of 23 columns from 260 to 10, of which zos has the first 20.
+    assert south.spectra.kind[0] == south.spectra.kind[1] != "circles"
+    assert south.spectra.attributes["region"] == [-100, 10, -90, -10]
+
+
+def test_a_wide_table_shows_fewer_leads(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s", lambda day: 123.456 * day, days=16)
+    path = make_forecast(tmp_path / "f.zarr", lambda day, lead: 123.456 * (day + 2), leads=9)
+    lines = score(path, store).table().splitlines()
+    assert max(map(len, lines)) <= 100
+    # Five would be 1, 3, 5, 7 and 9 days; large numbers leave room for four.
+    assert [day for day in range(1, 10) if f" {day} d" in lines[0]] == [1, 4, 6, 9]
+    assert max(map(len, score(path, store).table([1, 3, 5, 7, 9]).splitlines())) > 100
+
+
+def test_a_channel_without_a_spectrum_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields = np.random.default_rng(4).normal(size=(12, *GRID.shape)).astype(np.float32)
+    store = make_store(tmp_path / "s", lambda day: fields[day])
+    scores = score(make_forecast(tmp_path / "f.zarr", lambda day, lead: fields[day]), store)
+    assert "no spectrum of zos: 0% of its area lies in runs of at least 8 columns" in caplog.text
+    assert "No spectrum of zos; the file of spectra says why." in scores.table()
+    told = scores.to_dict()["spectra"]["channels"]
+    assert told["zos"]["short_power_ratio"] == [None] * 3
+    assert told["zos"]["short_wavenumbers"] is None
+    assert told["thetao@5"]["kind"] == "circles"
 
 
 def test_csv_and_json_hold_every_score(small: Scores, tmp_path: Path) -> None:
@@ -432,3 +592,26 @@ def test_existing_files_are_refused_and_only_scores_are_replaced(
         assert path.read_text() == "thesis"
     with pytest.raises(ValueError, match="is no file of scores"):
         small.write_json(tmp_path / "f.zarr", force=True)
+
+
+def test_scores_of_an_earlier_format_are_replaced(small: Scores, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{\n "format": "graticule scores 1",\n "rows": []\n}\n')
+    (tmp_path / "a.csv").write_text(
+        "source,channel,variable,level,level_units,units,lead,lead_hours,samples,cells,rmse\n"
+    )
+    small.write_json(tmp_path / "a.json", force=True)
+    small.write_csv(tmp_path / "a.csv", force=True)
+    assert json.loads((tmp_path / "a.json").read_text()) == small.to_dict()
+    assert len((tmp_path / "a.csv").read_text().splitlines()) == 1 + len(small.rows())
+
+
+def test_spectra_go_to_a_file_of_their_own(small: Scores, tmp_path: Path) -> None:
+    small.write_spectra(tmp_path / "s.nc")
+    found = Spectra.load(tmp_path / "s.nc")
+    assert found.names == ("thetao@5", "zos")
+    assert found.attributes["run_fingerprint"] == "r1"
+    assert found.attributes["store_fingerprint"]
+    with pytest.raises(ValueError, match="exists already"):
+        small.write_spectra(tmp_path / "s.nc")
+    with pytest.raises(ValueError, match="made without spectra"):
+        replace(small, spectra=None).write_spectra(tmp_path / "t.nc")

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,8 @@ from graticule.data.store import Store
 from graticule.data.times import seconds_of
 from graticule.evaluate.climatology import Climatology, Grouping
 from graticule.evaluate.scores import Scores
+from graticule.evaluate.spectra import Spectra
+from graticule.evaluate.stretches import Stretches
 from graticule.evaluate.sums import Sums, pair_sums
 from graticule.forecast.reader import Forecast, open_forecast
 
@@ -74,13 +76,24 @@ def evaluate(
                 pair.init,
             )
         )
-        sums = sums_of(forecast, store, usual, pairs, positions, counted, progress)
+        stretches = Stretches.choose(names, counted, store.grid, store.grid.cell_area)
+        none = [(name, kind.removeprefix("none: "))
+                for name, kind in zip(names, stretches.kind, strict=True)
+                if kind.startswith("none: ")]  # fmt: skip
+        if none:
+            log.warning("no spectrum of %s: %s", ", ".join(name for name, _ in none), none[0][1])
+        sums, spectra = sums_of(
+            forecast, store, usual, pairs, positions, counted, stretches, progress
+        )
         provenance = {
             "forecast": {key: value for key, value in forecast.attributes.items()
                          if key not in ("channels", "complete")},
             "store_fingerprint": store.fingerprint,
             "train_ranges": list(train_ranges),
         }  # fmt: skip
+        told = {**forecast.attributes, "store_fingerprint": store.fingerprint,
+                "region": list(region) if region else "everywhere"}  # fmt: skip
+        keep = ("config_fingerprint", "run_fingerprint", "weights", "store_fingerprint", "region")
         return Scores(
             sums=sums,
             channels=forecast.channels,
@@ -92,6 +105,7 @@ def evaluate(
             skipped=skipped,
             first_skipped=first_skipped,
             provenance=provenance,
+            spectra=replace(spectra, attributes={key: told[key] for key in keep if key in told}),
         )  # fmt: skip
 
 
@@ -102,22 +116,27 @@ def sums_of(
     pairs: Sequence[Pair],
     positions: Sequence[int],
     counted: np.ndarray,
+    stretches: Stretches,
     progress: Callable[[int, int], None] | None = None,
-) -> Sums:
+) -> tuple[Sums, Spectra]:
     """The sums over these pairs; a process takes its share of them and all shares add up.
 
     positions: of the forecast's channels in the store. counted: (channel, lat, lon) bool.
+    Each field is read once for both.
     """
     total = Sums.zero(forecast.channels.names, forecast.num_leads)
+    spectra = Spectra.zero(forecast.channels, forecast.lead_seconds, stretches)
     read_time, truth = -1, np.empty(0, np.float32)
     for done, pair in enumerate(pairs, start=1):
         if pair.valid_time != read_time:
             read_time, truth = pair.valid_time, store.read(pair.valid_time, positions)
+            power_of_truth = stretches.power(truth)
+        fields = forecast.read(pair.init, pair.lead)
         total = total + pair_sums(
             total.names,
             forecast.num_leads,
             pair.lead,
-            forecast.read(pair.init, pair.lead),
+            fields,
             truth,
             store.read(pair.init_time, positions),
             usual.mean(store.times.date(pair.valid_time)),
@@ -125,9 +144,12 @@ def sums_of(
             cell_area=store.grid.cell_area,
             where=f"init_time {forecast.init_times[pair.init]}, lead {pair.lead + 1}",
         )
+        spectra = spectra.with_pair(
+            pair.lead, stretches.power(fields, power_of_truth.used), power_of_truth
+        )
         if progress is not None:
             progress(done, len(pairs))
-    return total
+    return total, spectra
 
 
 def _matched(forecast: Forecast, store: Store) -> list[int]:

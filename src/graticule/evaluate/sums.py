@@ -21,6 +21,8 @@ QUANTITIES = (
 )
 """Of f from the truth o and the climatology c: f - o, (f - o)^2, |f - o|, (f - c)(o - c) and
 (f - c)^2. The truth's own (o - c)^2 is the climatology's squared error."""
+ACTIVE = (*SOURCES, "truth")
+"""Whose anomalies from the climatology have an activity."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,6 +32,9 @@ class Sums:
     names: the channels. samples: (lead,) number of (init, lead) pairs. cells: (lead, channel)
     counted cells. weight: (lead, channel) their area in m2.
     values: (source, quantity, lead, channel) in m2 x the channel's units, or units squared.
+    activity: (`ACTIVE`, lead, channel) in m2 x units squared, sums of (a - mean of a)^2 of the
+    anomaly a; the mean over the area is taken off each field. So these add up over whole fields
+    only, all others also over stripes of rows.
     """
 
     names: tuple[str, ...]
@@ -37,6 +42,7 @@ class Sums:
     cells: np.ndarray
     weight: np.ndarray
     values: np.ndarray
+    activity: np.ndarray
 
     @classmethod
     def zero(cls, names: Sequence[str], num_leads: int) -> "Sums":
@@ -48,6 +54,7 @@ class Sums:
             cells=np.zeros(shape, np.int64),
             weight=np.zeros(shape),
             values=np.zeros((len(SOURCES), len(QUANTITIES), *shape)),
+            activity=np.zeros((len(ACTIVE), *shape)),
         )
 
     def __add__(self, other: "Sums") -> "Sums":
@@ -62,6 +69,7 @@ class Sums:
             cells=self.cells + other.cells,
             weight=self.weight + other.weight,
             values=self.values + other.values,
+            activity=self.activity + other.activity,
         )
 
     def of(self, source: str, quantity: str) -> np.ndarray:
@@ -117,6 +125,10 @@ def pair_sums(
         sums.cells[lead, channel] = area.size
         sums.weight[lead, channel] = area.sum()
         weighted_anomaly = area * (o - c)
+        for active, field in enumerate((f, p, c, o)):
+            anomaly = field - c
+            anomaly -= area @ anomaly / max(area.sum(), 1e-300)
+            sums.activity[active, lead, channel] = (area * anomaly) @ anomaly
         for source, field in enumerate((f, p, c)):
             error, anomaly = field - o, field - c
             weighted = area * error
