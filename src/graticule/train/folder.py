@@ -28,7 +28,7 @@ from graticule.train.task import Task
 
 MAY_CHANGE = (
     "train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.validate_every",
-    "train.tensorboard",
+    "train.tensorboard", "data.read_threads",
 )  # fmt: skip
 _log = logging.getLogger(__name__)
 

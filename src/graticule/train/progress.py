@@ -6,7 +6,8 @@ step                optimizer step, from 1
 loss                summed over leads; `lead_losses` each of them where there are several
 gradient_norm       global, before clipping
 learning_rate       that this step used
-samples_per_s       samples of this step over its wall time, waits included
+seconds             wall time of this step, waits included, without what comes between steps
+samples_per_s       samples of this step over its wall time
 cells_per_s         values predicted and scored per second: samples x leads x output times x
                     predicted channels x lat x lon. It compares runs of different resolution
 data_wait_share     share of the wall time spent waiting for the reader

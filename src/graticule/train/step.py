@@ -2,19 +2,26 @@
 
 The loss is a local weighted sum over a *global* weight (`loss.py`), so micro-batches, and later
 ranks, add up without any further division. Nothing else in the package calls `backward`.
+
+The ranges that a profiler shows are named here (`split.py` reads them). Without a profiler one
+costs microseconds, and a step has a few for each lead.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from graticule.forecast.rollout import rollout
 from graticule.train.loss import Kind, LossWeights, weighted_error
 from graticule.train.optimizer import Average
+
+T = TypeVar("T")
 
 
 class MicroBatch(Protocol):
@@ -58,15 +65,15 @@ class Objective:
 
     def errors(self, model: nn.Module, batch: MicroBatch) -> Iterator[Tensor]:
         """Weighted error sums of leads 1, 2, ..., float64 scalars, differentiable."""
-        device = self.statics.device
         labels: list[Tensor] = []
 
         def forcing(lead: int) -> Tensor:
-            given, truth = batch.lead()
+            with record_function("data wait"):
+                given, truth = batch.lead()
             labels.append(truth)
-            return self.forcing(given.to(device, non_blocking=True))
+            return self.forcing(self._on_device(given))
 
-        inputs = self.inputs(batch.inputs.to(device, non_blocking=True))
+        inputs = self.inputs(self._on_device(batch.inputs))
         for predicted in rollout(
             model,
             inputs,
@@ -77,8 +84,14 @@ class Objective:
             num_prognostic=self.num_prognostic,
             detach=self.detach,
         ):
-            truth = self.labels(labels.pop().to(device, non_blocking=True))
-            yield weighted_error(predicted, truth, self.weights, self.kind)
+            # Without a name: this frame lives on in the backward pass, the labels need not.
+            yield weighted_error(
+                predicted, self.labels(self._on_device(labels.pop())), self.weights, self.kind
+            )
+
+    def _on_device(self, stored: Tensor) -> Tensor:
+        with record_function("copy"):
+            return stored.to(self.statics.device, non_blocking=True)
 
 
 @dataclass
@@ -143,46 +156,60 @@ def training_step(
     scale = loss_scale.value if loss_scale else 1.0
     sums = torch.zeros(objective.leads, dtype=torch.float64, device=objective.statics.device)
     seen: list[Any] = []
-    for batch in batches:
+    leads = [f"forward lead {lead}" for lead in range(1, objective.leads + 1)]
+    for batch in _ranged(batches, itertools.repeat("data wait")):
         seen += batch.init_times
         waiting: list[Tensor] = []
-        for lead, error in enumerate(objective.errors(model, batch), start=1):
+        for lead, error in enumerate(_ranged(objective.errors(model, batch), leads), start=1):
             sums[lead - 1] += error.detach()
             waiting.append(error)
             # Detached leads share no graph: each is freed before the next one is computed.
             if objective.detach or lead == objective.leads:
-                (torch.stack(waiting).sum() * (scale / weight)).backward()
+                with record_function("backward"):
+                    (torch.stack(waiting).sum() * (scale / weight)).backward()
                 waiting.clear()
     assert len(seen) == samples, f"{len(seen)} samples came where {samples} were announced"
 
-    # Each parameter once, a shared one too.
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if scale != 1.0:
-        for gradient in gradients:
-            gradient.mul_(1 / scale)
-    norm = torch.nn.utils.get_total_norm(gradients)
-    # The only wait for the device in a step.
-    *lead_losses, gradient_norm = torch.cat([sums / weight, norm.double().reshape(1)]).tolist()
-    loss = math.fsum(lead_losses)
-    result = StepResult(loss, tuple(lead_losses), gradient_norm, applied=True)
-    if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
-        if loss_scale and loss_scale.bad():
-            return StepResult(loss, tuple(lead_losses), gradient_norm, applied=False)
-        times = ", ".join(str(time) for time in seen)
-        raise ValueError(
-            f"step {step}: loss {loss:g}, gradient norm {gradient_norm:g} with samples that"
-            f" start at {times}; the weights are as they were before this step. Look at these"
-            " dates with `graticule data check`; if they are sound, lower train.learning_rate or"
-            " train.clip_norm, or use train.precision=fp32"
-        )
-    if clip_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    optimizer.step()
-    if loss_scale:
-        loss_scale.good()
-    if average:
-        average.update(model, step)
-    return result
+    with record_function("optimizer"):
+        # Each parameter once, a shared one too.
+        parameters = [p for p in model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if scale != 1.0:
+            for gradient in gradients:
+                gradient.mul_(1 / scale)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        # The only wait for the device in a step.
+        *lead_losses, gradient_norm = torch.cat([sums / weight, norm.double().reshape(1)]).tolist()
+        loss = math.fsum(lead_losses)
+        result = StepResult(loss, tuple(lead_losses), gradient_norm, applied=True)
+        if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
+            if loss_scale and loss_scale.bad():
+                return StepResult(loss, tuple(lead_losses), gradient_norm, applied=False)
+            times = ", ".join(str(time) for time in seen)
+            raise ValueError(
+                f"step {step}: loss {loss:g}, gradient norm {gradient_norm:g} with samples that"
+                f" start at {times}; the weights are as they were before this step. Look at these"
+                " dates with `graticule data check`; if they are sound, lower train.learning_rate"
+                " or train.clip_norm, or use train.precision=fp32"
+            )
+        if clip_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+        if loss_scale:
+            loss_scale.good()
+        if average:
+            average.update(model, step)
+        return result
+
+
+def _ranged(items: Iterable[T], names: Iterable[str]) -> Iterator[T]:
+    """As many items as there are names, each made in the range of its name."""
+    iterator = iter(items)
+    for name in names:
+        with record_function(name):
+            item = next(iterator, None)
+        if item is None:
+            return
+        yield item

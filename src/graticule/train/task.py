@@ -116,7 +116,8 @@ class Task:
             batch=settings.batch,
             leads=settings.leads,
             roll_seed=settings.seed if rolled else None,
-            pin_memory=self.device.type == "cuda",
+            threads=self.config.data.read_threads,
+            device=self.device,
         )
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from graticule.train.optimizer import (
     optimizer_tensors,
     restore_optimizer,
 )
+from graticule.train.profile import Profiler, require_steps
 from graticule.train.progress import Metrics, memory_gib
 from graticule.train.step import LossScale, training_step
 from graticule.train.task import Task, fields_of
@@ -62,6 +64,7 @@ def train(
     resume: bool = False,
     device: str | None = "cpu",
     progress: Callable[[int, int, dict[str, Any]], None] | None = None,
+    profile: int | None = None,
 ) -> Path:
     """Train as `config.train` says and return the last checkpoint.
 
@@ -69,6 +72,7 @@ def train(
         keeps its configuration, but for `folder.MAY_CHANGE`.
     device: of torch; None: a GPU if there is one.
     progress: called after each step with (step, steps, that step's metrics).
+    profile: how many steps `profile.py` looks at, after its warm-up; None: none.
     The validation loss is that of the weights being trained, over at most 64 samples
     evenly spaced through the split, in order of time, each counted once.
     Raises Stopped on SIGINT and SIGTERM, ValueError for whatever the user can put right.
@@ -79,6 +83,9 @@ def train(
         start = point_of_resume(config, out) if resume else None
         if start is None and config.train.start_from:
             checkpoint.find(config.train.start_from)
+        if profile is not None:
+            taken = checkpoint.step_of(start) if start else 0
+            require_steps(profile, out, taken, config.train.steps)
         task = Task.of(config, torch.device(device or _best_device()))
         run = _Run(task, start)
         if start:
@@ -92,7 +99,7 @@ def train(
             "full over" if config.train.rollout_gradient == "full" else "detached within each of"
         )
         _log.info("rollout gradient: %s %d lead%s", across, leads, "" if leads == 1 else "s")
-        return run.train(out, progress)
+        return run.train(out, progress, profile or 0)
 
 
 class _Run:
@@ -190,11 +197,17 @@ class _Run:
         keep = self.settings.keep_checkpoints
         return checkpoint.save(out, self.step, tensors, state, keep=keep)
 
-    def train(self, out: Path, progress: Callable[[int, int, dict[str, Any]], None] | None) -> Path:
+    def train(
+        self,
+        out: Path,
+        progress: Callable[[int, int, dict[str, Any]], None] | None,
+        profile: int,
+    ) -> Path:
         settings, task = self.settings, self.task
         numbers = range(self._first_sample(self.step + 1), self._first_sample(settings.steps + 1))
         order = Order(task.train_starts, settings.seed)
         loader = task.loader(order, numbers, rolled=settings.roll_longitude)
+        profiler = Profiler(profile, out, task, self.optimizer, self.average, after_step=self.step)
         last = out
         task.model.train()
         with (
@@ -203,9 +216,11 @@ class _Run:
             ) as metrics,
             _signals() as received,
             closing(iter(loader)) as batches,
+            closing(profiler),
         ):
             while self.step < settings.steps:
-                line = self._one_step(loader, batches)
+                line = self._one_step(loader, batches, profiler)
+                profiler.took(line["seconds"])
                 ends = self.step == settings.steps
                 due = settings.validate_every and self.step % settings.validate_every == 0
                 if task.validation_starts is not None and (due or ends):
@@ -220,13 +235,16 @@ class _Run:
                     raise Stopped(stop, self.step, last)
         return last
 
-    def _one_step(self, loader: Loader, batches: Iterator[Batch]) -> dict[str, Any]:
+    def _one_step(
+        self, loader: Loader, batches: Iterator[Batch], profiler: Profiler
+    ) -> dict[str, Any]:
         settings, objective = self.settings, self.task.objective
         began, waited = time.perf_counter(), loader.waited
         samples = settings.batch * settings.accumulation
         rate = Schedule(settings).rate(self.step + 1)
         scale = self.loss_scale.value if self.loss_scale else None
-        result = training_step(
+        take = partial(
+            training_step,
             self.task.model,
             objective,
             itertools.islice(batches, settings.accumulation),
@@ -238,6 +256,7 @@ class _Run:
             loss_scale=self.loss_scale,
             average=self.average,
         )
+        result = profiler.run(take)
         self.step += 1
         seconds = time.perf_counter() - began
         cells = objective.weights.wet.numel() * objective.num_outputs * objective.leads
@@ -247,6 +266,7 @@ class _Run:
         line |= {
             "gradient_norm": result.gradient_norm,
             "learning_rate": rate,
+            "seconds": seconds,
             "samples_per_s": samples / seconds,
             "cells_per_s": samples * cells / seconds,
             "data_wait_share": (loader.waited - waited) / seconds,
