@@ -1,22 +1,32 @@
 # make demo    environment, install, and the whole path on the demo planet
-# make test    environment, install, and the tests (minutes)
-# make test-all, lint, bench, clean
+# make test    environment, install, a browser, and the tests (minutes)
+# make test-all, browser, lint, bench, clean
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all browser lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
 	$(BIN)/graticule demo
 
 # One thread: tests fork, and threads of a threaded parent hang in its children.
-test: $(VENV)/.dev
+test: $(VENV)/.dev browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu"
 
-test-all: $(VENV)/.dev
+test-all: $(VENV)/.dev browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu"
+
+# The tests open a report in a browser: Debian's Chromium, where there is none yet.
+browser:
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get; then \
+	  export DEBIAN_FRONTEND=noninteractive; \
+	  apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; \
+	else \
+	  echo "no browser here, so the test of the report page will fail: install chromium"; \
+	fi
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check src tests

@@ -1,1 +1,1 @@
-"""Pictures of forecasts."""
+"""Pictures of runs and forecasts, and the page that they stand on."""
