@@ -1,4 +1,8 @@
-"""From files to scores: faults that one module alone cannot show, each along the whole path."""
+"""From files to scores: faults that one module alone cannot show, each along the whole path.
+
+`HELD` names, for each kind of fault that public reports tell of files, times, statistics and
+loading, the tests that hold it, here and elsewhere.
+"""
 
 import json
 import logging
@@ -26,6 +30,88 @@ from graticule.train import load_weights, train
 from graticule.train.progress import read_metrics
 from tiny import tiny_dataset, write_netcdf
 
+HELD = {
+    "a flip applied to part of the variables": [
+        "test_cases::test_the_way_coordinates_run_in_files_changes_neither_training_nor_scores",
+        "test_ingest::test_latitude_either_way_per_variable_and_per_file_gives_equal_tensors",
+    ],
+    "an assumed origin of longitude": [
+        "test_cases::test_each_value_of_a_forecast_lies_at_its_own_coordinates",
+        "test_ingest::test_any_longitude_origin_gives_equal_tensors",
+    ],
+    "longitudes outside the two usual ranges": [
+        "test_ingest::test_box_across_longitude_origins_has_the_same_columns",
+        "test_grid::test_a_box_without_a_grid_point_is_an_error_with_its_numbers",
+    ],
+    "a box across the dateline": ["test_grid::test_a_box_over_the_dateline_has_21_columns"],
+    "coordinates that differ by rounding": [
+        "test_ingest::test_coordinates_that_differ_by_rounding_join",
+        "test_ingest::test_shifted_coordinates_are_an_error_with_the_largest_difference",
+    ],
+    "two fill values": ["test_ingest::test_both_fills_of_a_packed_variable_are_missing"],
+    "expver": ["test_ingest::test_expver_slices_merge_to_one_field"],
+    "dates without a variable": [
+        "test_cases::test_a_hole_is_listed_then_its_policy_is_told_before_the_first_step",
+    ],
+    "a lost chunk read as land": [
+        "test_ingest::test_lost_zarr_chunk_is_an_error_with_variable_and_dates",
+        "test_check::test_lost_shard_is_an_error_with_file_and_date",
+    ],
+    "duplicate and unsorted times": [
+        "test_ingest::test_overlapping_files_merge_with_a_warning",
+        "test_ingest::test_overlap_that_differs_is_an_error_with_date_and_variable",
+    ],
+    "a window across a gap": [
+        "test_cases::test_windows_of_files_with_a_missing_day_or_years_apart",
+    ],
+    "the last window lost": [
+        "test_loader::test_every_window_comes_once_whatever_the_batch",
+        "test_loader::test_ranks_share_the_batches_of_one_process",
+    ],
+    "29 February in a calendar without it": [
+        "test_cases::test_a_noleap_forecast_steps_from_28_february_to_1_march",
+    ],
+    "a climatology that shifts after 29 February": [
+        "test_climatology::test_no_day_shifts_after_29_february",
+    ],
+    "units converted twice or never": [
+        "test_cases::test_kelvin_files_give_celsius_forecasts_where_asked",
+        "test_check::test_celsius_called_kelvin_is_out_of_bounds_and_extreme",
+    ],
+    "statics with a time, surfaces with a depth": [
+        "test_cases::test_a_mask_with_a_time_of_its_own_is_the_same_input",
+    ],
+    "channels taken by position": [
+        "test_cases::test_statistics_in_another_order_are_the_same_training",
+        "test_trainer::test_fine_tuning_refuses_another_order_of_channels",
+    ],
+    "a forecast beyond its forcing": [
+        "test_forecast::test_a_forecast_beyond_the_forcing_is_refused_before_its_first_step",
+        "test_forecast::test_forcing_alone_is_enough_for_times_without_any_state",
+    ],
+    "a channel without spread": [
+        "test_cases::test_a_constant_channel_trains_and_is_forecast_as_its_constant",
+    ],
+    "a variance lost to cancellation": [
+        "test_statistics::test_large_means_do_not_cancel_whatever_the_chunking",
+    ],
+    "statistics that saw the test years": [
+        "test_statistics::test_statistics_of_training_days_do_not_see_the_others",
+    ],
+    "NaN times zero": ["test_loss::test_a_missing_label_on_land_reaches_neither_loss_nor_gradient"],
+    "a mean of unequal means": ["test_loss::test_two_halves_over_the_global_weight_are_the_whole"],
+    "weights of poles": [
+        "test_cases::test_an_error_of_two_everywhere_scores_two_with_poles_either_way_up",
+    ],
+    "memory that grows": ["test_loader::test_memory_stops_growing_after_the_first_steps"],
+    "processes started after reading": [
+        "test_resume::test_workers_write_the_same_store_and_end_at_an_error",
+        "test_cases::test_after_reading_in_this_process_others_read_and_write_the_same",
+    ],
+    "writers that share a chunk": [
+        "test_resume::test_two_parts_at_once_are_the_whole_twenty_times",
+    ],
+}
 SEA = ["thetao", "so", "zos"]
 WIND: dict[str, Any] = {"u10": "forcing", "v10": "forcing"}
 SPLITS = {
@@ -363,3 +449,34 @@ def test_int16_trains_as_float32_to_the_precision_of_packing(
         read_metrics(run)[-1]["validation_loss"] for run in (tmp_path / "run", plain_run)
     )
     assert packed == pytest.approx(whole, rel=2e-4)
+
+
+# The list above
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_each_kind_of_fault_is_held_by_tests_that_exist(kind: str) -> None:
+    for name in HELD[kind]:
+        file, _, function = name.partition("::")
+        source = (Path(__file__).parent / f"{file}.py").read_text()
+        assert f"\ndef {function}(" in source, name
+
+
+# Processes
+
+
+def test_after_reading_in_this_process_others_read_and_write_the_same(
+    plain: Store, tmp_path: Path
+) -> None:
+    # Zarr and its threads are in use here; forked children would hang or read garbage.
+    with_statistics(plain)
+    dataset = tiny_dataset(days=6)
+    source = tmp_path / "tiny.zarr"
+    dataset.to_zarr(source, zarr_format=3, consolidated=False)
+    options: dict[str, Any] = {"variables": [*SEA, *WIND], "roles": WIND}
+    alone = ingest([source], tmp_path / "alone", **options)
+    shared = ingest([source], tmp_path / "shared", workers=2, **options)
+    assert alone is not None
+    assert shared is not None
+    assert shared.fingerprint == alone.fingerprint
+    np.testing.assert_array_equal(shared.read(5), plain.read(5))

@@ -213,3 +213,20 @@ def test_units_of_different_things_do_not_convert():
 )
 def test_bounds_follow_quantity_and_unit(unit, names, expected):
     assert units.bounds(unit, *names) == expected
+
+
+def test_two_dimensional_positions_of_a_regular_grid_are_straightened():
+    lat, lon = np.array([10.0, 3.0, -40.0]), np.array([350.0, 355.0, 0.0, 5.0])
+    rows, columns = np.meshgrid(lat, lon, indexing="ij")
+    for dim, pair in ((0, (rows, columns)), (1, (rows.T, columns.T))):
+        found = cf.straightened(*pair)
+        assert found is not None
+        assert found[0] == dim
+        np.testing.assert_array_equal(found[1], lat)
+        np.testing.assert_array_equal(found[2], lon)
+    # Rounding, and the same meridian written as 360 or 0, are no curve.
+    noisy = columns + np.array([[0.0], [5e-5], [360.0]])
+    assert cf.straightened(rows, noisy) is not None
+    assert cf.straightened(rows + 0.01 * columns, columns) is None
+    assert cf.straightened(rows, columns + 0.01 * rows) is None
+    assert cf.straightened(np.where(rows == 3, np.nan, rows), columns) is None

@@ -1,11 +1,13 @@
 """What is wrong with a store must be found before training, by channel and date."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import zarr
 
+from graticule.cli import main
 from graticule.data.check import check
 from graticule.data.ingest import ingest
 from graticule.data.statistics import compute
@@ -183,3 +185,37 @@ def test_statistics_that_are_missing_of_other_times_or_of_another_store_are_told
     report = check(store)
     assert [f.severity for f in found(report, "statistics")] == ["error"]
     assert not report.ok
+
+
+def test_numbers_that_are_not_those_written_are_an_error_though_mask_and_bounds_hold(tmp_path):
+    store = tiny_store(tmp_path)
+    writable = zarr.open_group(str(store.path), mode="r+")["fields"]
+    day = np.asarray(writable[4])
+    day[0] += np.float32(0.125)
+    writable[4] = day
+    report = check(Store(store.path))
+    assert [(f.kind, f.dates) for f in report.findings if f.severity == "error"] == [
+        ("changed", ("2003-02-24",))
+    ]
+    # A shard of another day is whole, and wrong.
+    shutil.copy(store.shard_path(7), store.shard_path(4))
+    assert [f.dates for f in found(check(Store(store.path)), "changed")] == [("2003-02-24",)]
+
+
+def test_policies_are_printed_and_make_gaps_and_holes_errors(tmp_path, capsys):
+    dataset = tiny_dataset().isel(time=[0, 1, 2, 5, 6, 7])
+    dataset["so"][2] = np.nan
+    store = tiny_store(tmp_path, dataset)
+    plain = check(store)
+    assert plain.ok
+    assert "policy: gap drop-window, hole drop-window, lost error" in plain.lines()[-2]
+    for policy in ({"gap": "error"}, {"hole": "error"}, {"gap": "error", "hole": "error"}):
+        report = check(store, policies=policy)
+        assert {f.kind for f in report.findings if f.severity == "error"} == set(policy)
+        assert report.to_json()["policies"]["lost"] == "error"
+    command = ["data", "check", str(store.path)]
+    assert main(command) == 0
+    assert main([*command, "--policy", "hole=error,gap=drop-window"]) == 1
+    assert "hole error" in capsys.readouterr().out
+    for wrong in ("hole", "hole=drop", "holes=error", "lost=drop-window"):
+        assert main([*command, "--policy", wrong]) == 2

@@ -1,5 +1,12 @@
 """Samples and batches: which there are, in which order, and what happens when reading fails."""
 
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +18,7 @@ import torch
 from graticule.config import DataConfig
 from graticule.data.loader import Loader, Order
 from graticule.data.samples import SampleSource, SampleSpec
+from graticule.data.shards import Shards
 from graticule.data.store import Store
 from small_store import field, small_grid, write_store
 
@@ -253,3 +261,262 @@ def test_batches_name_their_dates_and_count_the_wait(store: Store) -> None:
 def test_a_grid_other_than_the_configurations_is_refused(store: Store) -> None:
     with pytest.raises(ValueError, match=r"data.grid=\(8, 15\) but .* is \(8, 16\)"):
         SampleSource(store, replace(DataConfig(), grid=(8, 15)))
+
+
+# Memory that is used again
+
+TWO = {"input_offsets": (-1, 0), "output_offsets": (1, 2), "forcing_offsets": (-1, 0)}
+
+
+def expected(source: SampleSource, start: int, leads: int) -> list[np.ndarray]:
+    """Inputs, then forcing and labels of each lead, read one by one."""
+    sample = source.sample(start)
+    parts = [sample.inputs()]
+    for lead in range(1, leads + 1):
+        parts += [sample.forcing(lead), sample.labels(lead)]
+    return parts
+
+
+def deliveries(
+    loader: Loader, pause: float = 0.0
+) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
+    """(starts, tensors) of every delivery, taken slowly."""
+    with closing(iter(loader)) as batches:
+        for batch in batches:
+            yield batch.starts, [batch.inputs]
+            for _ in range(loader.leads):
+                time.sleep(pause)
+                yield batch.starts, list(batch.lead())
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("keep", [1, 7, 1000])
+def test_what_a_slow_consumer_holds_is_never_written_over(
+    store: Store, keep: int, threads: int
+) -> None:
+    source = source_of(store, **TWO)
+    order = Order(source.starts("train", leads=3), seed=2)
+    loader = Loader(source, order, range(9), batch=2, leads=3, threads=threads)
+    held: list[tuple[list[np.ndarray], list[torch.Tensor]]] = []
+    number = 0
+    for starts, tensors in deliveries(loader, pause=0.002):
+        lead = number % 4
+        number += 1
+        each = [expected(source, start, 3) for start in starts]
+        parts = [0] if lead == 0 else [2 * lead - 1, 2 * lead]
+        want = [np.stack([one[part] for one in each]) for part in parts]
+        # Views of it, in the end, as a graph would keep them.
+        held.append((want, [tensor[:, -1:, :] if keep == 7 else tensor for tensor in tensors]))
+        held = held[-keep:]
+        del tensors
+        for wanted, kept in held:
+            for one, other in zip(wanted, kept, strict=True):
+                np.testing.assert_array_equal(other, one[:, -1:] if keep == 7 else one)
+    assert number == 4 * 5
+
+
+@pytest.mark.parametrize("forcing", [True, False])
+def test_memory_is_the_same_for_one_lead_and_for_forty(tmp_path: Path, forcing: bool) -> None:
+    settings = {} if forcing else {"forcing": ()}
+    names: dict = {} if forcing else {"forcing": ()}
+    long = write_store(tmp_path / "long", days=range(64), splits={"train": ["2003/2004"]}, **names)
+    source = source_of(long, **settings)
+    most = {}
+    for leads in (1, 40):
+        order = Order(source.starts("train", leads=leads), seed=0)
+        numbers = range(2 * 80 // leads)
+        loader = Loader(source, order, numbers, batch=2, leads=leads, ahead=3)
+        for _, tensors in deliveries(loader, pause=0.01):
+            del tensors
+        most[leads] = loader.pool.allocated_bytes
+    assert most[1] == most[40]
+
+
+def test_memory_stops_growing_after_the_first_steps(store: Store) -> None:
+    source = source_of(store)
+    order = Order(source.starts("train", leads=2), seed=0)
+    loader = Loader(source, order, range(2 * 300), batch=2, leads=2)
+    grown = []
+    for _, tensors in deliveries(loader):
+        del tensors
+        grown.append(loader.pool.allocated_bytes)
+    assert len(grown) == 3 * 300
+    # Three deliveries ready or begun, two held, one on its way from hand to hand.
+    planes = 2 * (2 + 1) * 8 * 16 * 4
+    assert grown[-1] <= 7 * planes
+    assert grown[-1] <= 1.05 * grown[len(grown) // 10]
+
+
+# Each byte once
+
+
+def test_planes_that_deliveries_share_are_read_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = source_of(store, **TWO)
+    order = Order(source.starts("train", leads=4), seed=1)
+    read: list[int] = []
+    original = Shards._chunk
+    monkeypatch.setattr(
+        Shards, "_chunk",
+        lambda self, file, place, *more: (
+            read.append(place[0]), original(self, file, place, *more)
+        ),
+    )  # fmt: skip
+    loader = Loader(source, order, range(1), batch=1, leads=4)
+    planes = sum(t[:, :, 0].numel() // (8 * 16) for _, ts in deliveries(loader) for t in ts)
+    start = order.start(0)
+    # Two states in, eight out, forcing at eight of these ten: ten times, one chunk each.
+    assert read == list(range(start - 1, start + 9))
+    assert planes == 2 + 4 * (2 + 2)
+
+
+def test_samples_side_by_side_read_a_time_they_share_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = source_of(store)
+    read: list[int] = []
+    original = Shards._chunk
+    monkeypatch.setattr(
+        Shards, "_chunk",
+        lambda self, file, place, *more: (
+            read.append(place[0]), original(self, file, place, *more)
+        ),
+    )  # fmt: skip
+    loader = Loader(source, Order(np.arange(16), None), range(8), batch=8, leads=2)
+    for starts, tensors in deliveries(loader):
+        assert starts == list(range(8))
+        assert len(tensors[0]) == 8
+    # States 0 to 7 serve the inputs and, but for 8, the first lead; of the second lead's 1 to 9,
+    # 8 is at hand. One sample alone would read 5 times five, eight of them 40.
+    assert read[:9] == list(range(9))
+    assert sorted(read[9:]) == [1, 2, 3, 4, 5, 6, 7, 9]
+
+
+@pytest.mark.parametrize("part", [(slice(2, 5), slice(None)), (slice(None), slice(3, 9)),
+                                  (slice(7, 8), slice(0, 16))])  # fmt: skip
+def test_a_stripe_is_that_part_of_the_whole(store: Store, part: tuple[slice, slice]) -> None:
+    rows, columns = part
+    whole = source_of(store, **TWO)
+    stripe = SampleSource(store, whole.config, rows=rows, columns=columns)
+    assert stripe.shape == np.empty((8, 16))[part].shape
+    order = Order(whole.starts("train", leads=2), seed=1)
+    loaders = [Loader(s, order, range(6), batch=2, leads=2) for s in (whole, stripe)]
+    for (_, all_of), (_, some) in zip(*(deliveries(one) for one in loaders), strict=True):
+        for one, other in zip(all_of, some, strict=True):
+            assert torch.equal(one[..., rows, columns], other)
+
+
+def test_a_part_of_the_longitudes_cannot_be_turned(store: Store) -> None:
+    source = SampleSource(store, DataConfig(), columns=slice(0, 8))
+    with pytest.raises(ValueError, match=r"columns 0 to 8 of 16 .*train.roll_longitude=false"):
+        Loader(source, Order(np.arange(4), None), range(4), batch=2, leads=1, roll_seed=0)
+
+
+# Ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("first", "last"), [(0, 20), (7, 24)])
+def test_ranks_share_the_batches_of_one_process(
+    store: Store, ranks: int, first: int, last: int
+) -> None:
+    source = source_of(store)
+    order = Order(source.starts("train", leads=2), seed=1)
+
+    def batches(rank: int, of: int) -> list[list[tuple[int, torch.Tensor]]]:
+        loader = Loader(source, order, range(first, last), batch=4, leads=2, roll_seed=3,
+                        rank=rank, ranks=of)  # fmt: skip
+        taken = []
+        with closing(iter(loader)) as stream:
+            for batch in stream:
+                parts = [batch.inputs, *batch.lead(), *batch.lead()]
+                planes = torch.cat([part.flatten(1, 2) for part in parts], dim=1).clone()
+                taken.append(list(zip(batch.keys, planes, strict=True)))
+        assert len(taken) == len(loader)
+        return taken
+
+    whole = batches(0, 1)
+    shares = [batches(rank, ranks) for rank in range(ranks)]
+    for number, batch in enumerate(whole):
+        joined = sorted((pair for share in shares for pair in share[number]), key=lambda p: p[0])
+        assert [key for key, _ in joined] == [key for key, _ in batch]
+        for (_, ours), (_, theirs) in zip(joined, batch, strict=True):
+            assert torch.equal(ours, theirs)
+        sizes = [len(share[number]) for share in shares]
+        assert max(sizes) - min(sizes) <= 1
+    assert [key for batch in whole for key, _ in batch] == list(range(first, last))
+
+
+def test_fewer_samples_than_ranks_are_refused(store: Store) -> None:
+    with pytest.raises(ValueError, match=r"batch of 2 samples leaves 1 of 3 ranks .* to 3 or more"):
+        Loader(source_of(store), Order(np.arange(9), None), range(9), batch=2, leads=1, ranks=3)
+
+
+# Threads
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_no_thread_is_left_behind(tmp_path: Path, threads: int) -> None:
+    broken = write_store(tmp_path / "broken")
+    broken.shard_path(6).unlink()
+    source = source_of(broken)
+    before = set(threading.enumerate())
+
+    def loader(numbers: range) -> Loader:
+        order = Order(np.arange(12), None)
+        return Loader(source, order, numbers, batch=1, leads=1, threads=threads)
+
+    for _ in deliveries(loader(range(4))):
+        pass
+    assert set(threading.enumerate()) == before, "after the last batch"
+    stopped = deliveries(loader(range(4)))
+    next(stopped)
+    stopped.close()
+    assert set(threading.enumerate()) == before, "after a caller that took one delivery"
+    with pytest.raises(ValueError, match=r"temperature at 2003-02-27 .*fields/c/6/0/0/0"):
+        for _ in deliveries(loader(range(12))):
+            pass
+    assert set(threading.enumerate()) == before, "after an error"
+
+
+def test_an_interrupt_while_waiting_ends_at_once(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "store")
+    code = textwrap.dedent(f"""
+        import signal, threading, time
+        from contextlib import closing
+        import numpy as np
+        from graticule.config import DataConfig
+        from graticule.data import shards
+        from graticule.data.loader import Loader, Order
+        from graticule.data.samples import SampleSource
+        from graticule.data.store import Store
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        source = SampleSource(Store({str(store.path)!r}), DataConfig())
+        slow = shards.Shards._pread
+        def pread(*given):
+            time.sleep(0.3)  # a file system that answers late
+            slow(*given)
+        shards.Shards._pread = pread
+        loader = Loader(source, Order(np.arange(12), None), range(4), batch=4, leads=1)
+        threading.Timer(0.0, print, ["waiting"], {{"flush": True}}).start()
+        try:
+            with closing(iter(loader)) as batches:
+                next(batches)
+        except KeyboardInterrupt:
+            print("interrupted", [t.name for t in threading.enumerate() if "grat" in t.name])
+    """)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        time.sleep(0.2)
+        began = time.perf_counter()
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "interrupted []\n"
+        # Eight reads of 0.3 s are still to do; one of them is waited for.
+        assert time.perf_counter() - began < 1.8
+        assert process.wait() == 0
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,11 +1,13 @@
 """The normaliser is the float64 formula, to the rounding of its result, and never yields a NaN."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from graticule.data import normalise
 from graticule.data.normalise import Normaliser, normalised_statics
 from graticule.data.statistics import compute
 from graticule.data.store import LAND, Packing, Store, StoreWriter
@@ -96,4 +98,61 @@ def test_no_channels_are_no_planes(tmp_path: Path) -> None:
     want = (relief - relief.mean()) / relief.std()
     np.testing.assert_allclose(
         normalised_statics(store, ["relief"], statistics)[0], want, rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("block", [1, 7, 16, 128, 65536])
+def test_blocks_are_the_plain_expression_bit_for_bit(
+    tmp_path: Path, packed: bool, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_of(tmp_path / "store", packed=packed)
+    normaliser = Normaliser(store, range(7), compute(store, np.arange(4)))
+    stored = np.stack([store.read_stored(time) for time in range(6)]).reshape(2, 3, 7, 8, 16)
+    stored[1, 2, 3, 4:, 5] = LAND if packed else np.nan
+    stored[0, 1, 1, 0, :] = 7  # what lies on land does not matter
+    numbers = torch.from_numpy(stored)
+    monkeypatch.setattr(normalise, "_BLOCK", block)
+    plain = torch.addcmul(normaliser._rest, numbers.float() - normaliser._centre, normaliser._gain)
+    present = numbers != LAND if packed else torch.isfinite(numbers)
+    want = torch.where(present & normaliser.wet & ~normaliser._constant, plain, 0.0)
+    assert torch.equal(normaliser(numbers), want)
+    turned = numbers.transpose(0, 1)  # not contiguous
+    assert torch.equal(normaliser(turned), want.transpose(0, 1))
+
+
+def test_land_is_zero_even_where_the_mean_is_far_outside_the_packing(tmp_path: Path) -> None:
+    store = store_of(tmp_path / "store", packed=True)
+    statistics = compute(store, np.arange(4))
+    far = replace(statistics, mean=statistics.mean + 1e9 * statistics.std)
+    normaliser = Normaliser(store, range(7), far)
+    stored = store.read_stored(0)
+    stored[0, 2, 3] = LAND
+    got = normaliser(torch.from_numpy(stored))
+    assert got[0, 2, 3] == 0
+    assert (got[1][torch.from_numpy(~store.wet[1])] == 0).all()
+    assert (got[0].flatten()[:30] < -1e8).all()
+
+
+def test_a_result_that_is_kept_is_not_written_over(tmp_path: Path) -> None:
+    store = store_of(tmp_path / "store", packed=False)
+    normaliser = Normaliser(store, range(7), compute(store, np.arange(4)))
+    results = [normaliser(torch.from_numpy(store.read_stored(time))) for time in range(6)]
+    for time, kept in enumerate(results):
+        assert torch.equal(kept, normaliser(torch.from_numpy(store.read_stored(time))))
+    # Six are kept, one more was needed for all that came after.
+    assert normaliser._pool.allocated_bytes <= 8 * 7 * 8 * 16 * 4
+
+
+def test_a_part_of_the_grid_is_that_part_of_the_whole(tmp_path: Path) -> None:
+    store = store_of(tmp_path / "store", packed=True)
+    statistics = compute(store, np.arange(4))
+    rows, columns = slice(2, 5), slice(3, 9)
+    part = Normaliser(store, [1, 0], statistics, rows=rows, columns=columns)
+    whole = Normaliser(store, [1, 0], statistics)
+    stored = torch.from_numpy(store.read_stored(3, [1, 0]))
+    ours, theirs = part(stored[:, rows, columns]), whole(stored)
+    assert torch.equal(ours, theirs[:, rows, columns])
+    torch.testing.assert_close(
+        part.denormalise(ours), whole.denormalise(theirs)[:, rows, columns], equal_nan=True
     )

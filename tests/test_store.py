@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import zarr
 
+from graticule.data.shardfile import NEVER_WRITTEN
 from graticule.data.store import (
     LAND,
     LARGEST,
-    NEVER_WRITTEN,
     Packing,
     Store,
     StoreWriter,

@@ -378,3 +378,41 @@ def test_splits_that_share_a_time_are_refused_with_its_date():
     axis.check_splits({"train": ["1970-01-01/1970-01-05"], "test": ["1970-01-06/1970-01-07"]})
     with pytest.raises(ValueError, match=r"test shares 2 times .* 1970-01-04 .*do not overlap"):
         axis.check_splits({"train": ["1970-01-01/1970-01-05"], "test": ["1970-01-04/1970-01-07"]})
+
+
+def five_days(years: range) -> np.ndarray:
+    """Seconds of the same 73 dates in each julian year."""
+    dates = cftime.num2date(5 * np.arange(73), "days since 1959-01-03 12:00:00", "noleap")
+    return np.array([seconds_of(cftime.datetime(y, d.month, d.day, 12, calendar="julian"))
+                     for y in years for d in dates])  # fmt: skip
+
+
+def test_a_step_that_29_february_makes_a_day_longer_is_no_gap() -> None:
+    axis = TimeAxis.from_seconds(five_days(range(1958, 1967)), "julian")
+    assert axis.step_seconds == 5 * DAY
+    assert sorted(set(np.diff(axis.seconds))) == [5 * DAY, 6 * DAY]
+    assert axis.segments.max() == 0
+    assert not axis.regular
+    before = axis.find("1960-02-27")
+    assert str(axis.advanced(before, 1)) == "1960-03-04 12:00:00"
+    last = len(axis) - 1
+    # Beyond the axis the dates stay those of every year: 1968 is a leap year.
+    assert [str(axis.advanced(last, 73 * n + 12)) for n in (0, 1, 2)] == [
+        "1967-02-27 12:00:00", "1968-02-27 12:00:00", "1969-02-27 12:00:00",
+    ]  # fmt: skip
+    assert str(axis.advanced(last, 73 + 13)) == "1968-03-04 12:00:00"
+    lost = TimeAxis.from_seconds(np.delete(axis.seconds, before), "julian")
+    assert lost.segments.max() == 1
+
+
+@pytest.mark.parametrize(
+    ("days", "step"),
+    [([0, 1, 3, 4, 5], 1), ([0, 5, 10, 16, 21], 5), ([0, 5, 10, 20, 25], 5)],
+)
+def test_a_longer_step_without_a_leap_day_in_it_is_a_gap(days: list[int], step: int) -> None:
+    # From 2004-02-27 on two days over 29 February are a missing day; in 2003 there is none.
+    for year in (2003, 2004):
+        start = seconds_of(cftime.datetime(year, 3 if step > 1 else 2, 27 if step == 1 else 5))
+        axis = TimeAxis(start + DAY * np.array(days), "standard", step * DAY)
+        assert axis.segments.max() == 1
+        assert axis.regular

@@ -40,6 +40,9 @@ class DataConfig:
     """Predicted only: a label at every lead, never an input."""
     static: tuple[str, ...] = ()
     """Fields without time that are given with every input."""
+    without: tuple[str, ...] = ()
+    """Channels and statics of the store that are left out, as if it had none of them: a model
+    without its forcing is `data.without=hfds,wfo`."""
     grid: tuple[int, int] | None = None
     """(lat, lon) points. Needed where no store is at hand (`graticule info`), else checked."""
     input_offsets: tuple[int, ...] = (0,)
@@ -59,9 +62,20 @@ class DataConfig:
     """As `train`."""
     holes: Literal["error", "drop-window"] = "error"
     """What to do with a sample that has missing values at sea."""
+    read_threads: int = 1
+    """Threads of each process that read and decompress while the model computes."""
 
     def __post_init__(self) -> None:
+        _require(
+            self.read_threads >= 1, f"data.read_threads={self.read_threads} must be at least 1"
+        )
         _require(self.stride >= 1, f"data.stride={self.stride} must be at least 1")
+        for role in ("prognostic", "forcing", "diagnostic", "static"):
+            both = [name for name in getattr(self, role) if name in self.without]
+            _require(
+                not both,
+                f"data.without and data.{role} both name {', '.join(both)}; name it in one of them",
+            )
         _require(
             bool(self.input_offsets) and max(self.input_offsets) == 0,
             f"data.input_offsets={self.input_offsets}: the last input is the initial time,"

@@ -93,7 +93,21 @@ def foreign_grid(variable: xr.Variable, variables: Mapping[Any, xr.Variable]) ->
         return f"rotated grid ({dims})"
     if set(_PROJECTED) <= set(standards) or mapping_name not in ("", "latitude_longitude"):
         return f"projected grid ({mapping_name or dims})"
-    found: dict[str, tuple[str, tuple]] = {}
+    found = positions_over(variable, variables)
+    if found is not None:
+        lat, lon = found
+        lat_dims = variables[lat].dims
+        shape = "curvilinear" if len(lat_dims) > 1 else "unstructured"
+        return f"{shape} grid ({lat}, {lon} over {' x '.join(map(str, lat_dims))})"
+    return None
+
+
+def positions_over(
+    variable: xr.Variable, variables: Mapping[Any, xr.Variable]
+) -> tuple[str, str] | None:
+    """Names of the latitude and the longitude that `variables` give for the points of `variable`,
+    over dimensions that are themselves neither."""
+    found: dict[str, str] = {}
     for name, other in variables.items():
         kind = axis_of(str(name), other.attrs)
         if kind is None and (match := _TWO_DIMENSIONAL.match(str(name).lower())):
@@ -105,11 +119,23 @@ def foreign_grid(variable: xr.Variable, variables: Mapping[Any, xr.Variable]) ->
             and set(other.dims) <= set(variable.dims)
             and other.dims != (name,)
         ):
-            found[kind] = (str(name), other.dims)
-    if set(found) == {"lat", "lon"}:
-        (lat, lat_dims), (lon, _) = found["lat"], found["lon"]
-        shape = "curvilinear" if len(lat_dims) > 1 else "unstructured"
-        return f"{shape} grid ({lat}, {lon} over {' x '.join(map(str, lat_dims))})"
+            found[kind] = str(name)
+    return (found["lat"], found["lon"]) if set(found) == {"lat", "lon"} else None
+
+
+def straightened(lat: np.ndarray, lon: np.ndarray) -> tuple[int, np.ndarray, np.ndarray] | None:
+    """Latitudes (n,) and longitudes (m,) of a grid whose two-dimensional positions are a regular
+    one's after all, and the dimension (0 or 1) that latitude runs along; None: it is curvilinear.
+
+    lat, lon: (any, any) degrees of the same points. 1e-4 degrees is rounding, as between files.
+    """
+    if lat.ndim != 2 or lat.shape != lon.shape or not np.isfinite([lat, lon]).all():
+        return None
+    for dim in (0, 1):
+        rows, columns = (lat, lon) if dim == 0 else (lat.T, lon.T)
+        turns = (columns - columns[:1] + 180) % 360 - 180
+        if np.abs(rows - rows[:, :1]).max() <= 1e-4 and np.abs(turns).max() <= 1e-4:
+            return dim, rows[:, 0].copy(), columns[0].copy()
     return None
 
 

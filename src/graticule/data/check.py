@@ -1,17 +1,27 @@
 """Check a store before anything is trained on it: times, values, mask, chunks, statistics."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import cftime
 import numpy as np
 
+from graticule.data.shardfile import content_digest
 from graticule.data.statistics import FILE_NAME, Statistics
-from graticule.data.store import Store
+from graticule.data.store import DIGESTS, Store
 from graticule.variables import Channel, Channels
 
 Severity = Literal["info", "warning", "error"]
+Policy = Literal["error", "drop-window"]
+POLICIES: dict[str, Policy] = {
+    "gap": "drop-window", "hole": "drop-window", "lost": "error", "changed": "error",
+    "mask": "error", "range": "error", "statistics": "error",
+}  # fmt: skip
+"""What a fault means unless said otherwise. `drop-window`: samples whose window holds it are left
+out (of holes, where the run has data.holes=drop-window), and it is no error here."""
+_DROPPED = ("gap", "hole")
 LARGEST_NORMALISED = 20.0
 """Standard deviations from the mean that point to a wrong unit or a lost fill. A warning only: the
 Black Sea's salinity at 50 m is 21 away in a global climatology."""
@@ -19,9 +29,10 @@ Black Sea's salinity at 50 m is 21 away in a global climatology."""
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to know. kind: gap, split, hole, mask, range, lost, constant, statistics, extreme.
+    """One thing to know.
 
-    channel: empty where it concerns the whole store. dates: ISO 8601, all of them.
+    kind: gap, hole, lost, changed, mask, range, constant, statistics, extreme. channel: empty
+    where it concerns the whole store. dates: ISO 8601, all of them.
     """
 
     kind: str
@@ -55,6 +66,7 @@ class Report:
     last: str
     rows: tuple[Row, ...]
     findings: tuple[Finding, ...]
+    policies: Mapping[str, Policy]
 
     @property
     def ok(self) -> bool:
@@ -78,6 +90,9 @@ class Report:
         order = ("error", "warning", "info")
         for finding in sorted(self.findings, key=lambda f: order.index(f.severity)):
             lines.append(f"{finding.severity}: {finding.kind}: {finding.text}")
+        lines.append(
+            "policy: " + ", ".join(f"{kind} {policy}" for kind, policy in self.policies.items())
+        )
         counts = [sum(f.severity == severity for f in self.findings) for severity in order]
         lines.append(f"{counts[0]} errors, {counts[1]} warnings, {counts[2]} notes")
         return lines
@@ -92,7 +107,7 @@ class Report:
         return {
             "store": self.store, "fingerprint": self.fingerprint, "ok": self.ok,
             "num_times": self.num_times, "first": self.first, "last": self.last,
-            "channels": rows, "findings": findings,
+            "channels": rows, "findings": findings, "policies": dict(self.policies),
         }  # fmt: skip
 
 
@@ -100,16 +115,30 @@ def check(
     store: Store,
     *,
     times: np.ndarray | None = None,
+    policies: Mapping[str, Policy] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """Read every value of the store at the times with these indices (all of them by default).
 
-    Errors: chunks that are lost or torn, values outside the bounds of their channel, values where
-    the mask has none, statistics of another store. Warnings: holes (what to do with them is the
-    run's policy), constant channels, statistics that are missing or of other times, values that
-    are more than 20 standard deviations from the mean, splits that share times. Gaps in time are
-    for information: windows never cross them.
+    Errors: chunks that are lost or torn, numbers that are not those written, values outside the
+    bounds of their channel, values where the mask has none, statistics of another store.
+    Warnings: holes (what to do with them is the run's policy), constant channels, statistics that
+    are missing or of other times, values that are more than 20 standard deviations from the mean.
+    Gaps in time are for information: windows never cross them.
+    policies: of kinds of fault that differ from `POLICIES`: `error` makes gaps or holes errors.
     """
+    chosen = {**POLICIES, **(policies or {})}
+    for kind, policy in chosen.items():
+        if kind not in POLICIES or policy not in ("error", "drop-window"):
+            raise ValueError(
+                f"policy {kind}={policy}: kinds are {', '.join(POLICIES)}; a policy is error or"
+                " drop-window"
+            )
+        if policy == "drop-window" and kind not in _DROPPED:
+            raise ValueError(
+                f"policy {kind}={policy}: only windows with a {' or a '.join(_DROPPED)} are dropped"
+                " by a run; write the store again without what is wrong"
+            )
     indices = np.arange(len(store.times)) if times is None else np.unique(np.asarray(times))
     if indices.size == 0:
         raise ValueError("no times to check")
@@ -134,7 +163,13 @@ def check(
         first=_date(store, int(indices[0])),
         last=_date(store, int(indices[-1])),
         rows=(*scan.rows(), *statics.rows()),
-        findings=tuple(findings),
+        findings=tuple(
+            replace(finding, severity="error")
+            if finding.kind in _DROPPED and chosen[finding.kind] == "error"
+            else finding
+            for finding in findings
+        ),
+        policies=chosen,
     )
 
 
@@ -154,11 +189,13 @@ class _Scan:
         self.beyond: list[dict[int, int]] = [{} for _ in range(num)]
         self.example: list[str] = [""] * num
         self.lost: dict[int, list[tuple[int, str]]] = {}
+        self.other: dict[int, int] = {}
+        self._written = _written_digests(store)
 
     def add(self, index: int) -> None:
         """One time of all channels. Where it cannot be read whole, each channel is tried alone."""
         try:
-            fields = self.store.read(index)
+            stored = self.store.read_stored(index)
         except ValueError:
             for channel in range(len(self.channels)):
                 try:
@@ -168,8 +205,12 @@ class _Scan:
                 else:
                     self.add_plane(channel, plane, index)
             return
-        for channel, plane in enumerate(fields):
-            self.add_plane(channel, plane, index)
+        if self._written and content_digest(stored) != self._written[index]:
+            self.other[index] = 1
+        # Plane by plane: all of them as float64 are 6.6 GB at 1/12 degree.
+        for channel, plane in enumerate(stored):
+            values = self.store.packing.take([channel]).unpack(plane[None])[0]
+            self.add_plane(channel, values, index)
 
     def add_plane(self, channel: int, plane: np.ndarray, index: int) -> None:
         present = np.isfinite(plane)
@@ -236,6 +277,13 @@ class _Scan:
                 continue
             found += [Finding("lost", "error", self.channels.names[position], (date,), text)
                       for position, text in faults]  # fmt: skip
+        if self.other:
+            dates = _dates(store, self.other)
+            found.append(Finding(
+                "changed", "error", "", dates,
+                f"the numbers on {_few(dates)} are not those that were written; write the store"
+                " again",
+            ))  # fmt: skip
         for i, channel in enumerate(self.channels):
             name = channel.name
             if self.changed[i]:
@@ -269,6 +317,12 @@ class _Scan:
                     " normalised to 0",
                 ))  # fmt: skip
         return found
+
+
+def _written_digests(store: Store) -> list[str]:
+    """Of each step's stored numbers; none of a store that was written before they were kept."""
+    path = store.path / DIGESTS
+    return json.loads(path.read_text()) if path.is_file() else []
 
 
 def _gaps(store: Store, indices: np.ndarray) -> list[Finding]:

@@ -1,28 +1,24 @@
-"""Write the demo planet's runs as a store, split by run, with its statistics."""
+"""Write the generated worlds as stores, with their statistics: the demo planet and the ocean."""
 
-import multiprocessing
-import os
-import shutil
-import signal
-import threading
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import cftime
 import numpy as np
 
+from graticule.data import basin
+from graticule.data import ocean as oceans
 from graticule.data import planet as planets
+from graticule.data.basin import Ocean
+from graticule.data.generate import Blocks, write_blocks
 from graticule.data.planet import Planet
-from graticule.data.statistics import compute
-from graticule.data.store import Store, StoreWriter
+from graticule.data.processes import as_completed, child_processes, num_cpus, result_of
+from graticule.data.store import Store
 from graticule.data.times import TimeAxis, seconds_of
 from graticule.grid import Grid
-from graticule.variables import Channel, Channels
+from graticule.variables import Channel, Channels, Role
 
 CALENDAR = "proleptic_gregorian"
 FIRST_YEAR = 2001
@@ -93,11 +89,10 @@ def write_demo_store(
             [Channel(variable="sea", units="1", role="static", long_name="1 at sea, 0 on land")]
         )
         static_fields = sea[None].astype(np.float32)
-    out = Path(out)
-    existed = out.exists()
-    workers = min(workers or _num_cpus(), planet.num_runs)
-    writer = StoreWriter(
+    return write_blocks(
         out,
+        simulated(planet, min(workers or num_cpus(), planet.num_runs), progress),
+        sea,
         channels=Channels(
             [
                 Channel(
@@ -118,24 +113,11 @@ def write_demo_store(
             "coast": coast,
         },
     )  # fmt: skip
-    try:
-        with closing(simulated(planet, workers, progress)) as runs:
-            for index, fields in enumerate(state for states in runs for state in states):
-                writer.write(index, np.where(sea, fields, np.nan))
-        store = writer.finish()
-        training = np.flatnonzero(store.times.within(store.splits["train"]))
-        compute(store, training).save(store)
-    except BaseException:
-        shutil.rmtree(out, ignore_errors=True)  # it was empty: what is in it is ours, and half
-        if existed:
-            out.mkdir(exist_ok=True)
-        raise
-    return store
 
 
 def simulated(
     planet: Planet, workers: int, progress: Callable[[int, int], None] | None = None
-) -> Generator[np.ndarray, None, None]:
+) -> Blocks:
     """The states of run after run, (time, channel, lat, lon), from so many processes.
 
     The numbers do not depend on `workers`; 1: in this process. progress: as in
@@ -154,76 +136,125 @@ def simulated(
         for run in range(planet.num_runs):
             yield planets.simulate(planet, run, count)
         return
-    # Forked children of a process with threads may hang: they are started afresh.
-    context = multiprocessing.get_context("spawn")
-    others = multiprocessing.active_children()
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent)
-    try:
-        with _quiet_children():
-            futures = [pool.submit(planets.simulate, planet, run) for run in range(planet.num_runs)]
-        unseen = set(futures)
+    with child_processes(workers) as submit:
+        futures = [submit(planets.simulate, planet, run) for run in range(planet.num_runs)]
+        ended, counted = as_completed(futures), set()
         for future in futures:
-            while future in unseen:
-                finished, unseen = wait(unseen, return_when=FIRST_COMPLETED)
-                for seen in finished:
-                    count(len(seen.result()))
+            while future not in counted:
+                counted.add(seen := next(ended))
+                count(len(seen.result()))
             yield future.result()
-    except BaseException as error:  # of a child, Ctrl-C, a reader who has enough
-        for process in multiprocessing.active_children():
-            if process not in others:
-                process.terminate()
-        if isinstance(error, BrokenProcessPool):
-            raise ValueError(
-                f"a process that simulated the planet ended without a word ({error}): out of"
-                " memory? In a script of your own, call this under `if __name__ == '__main__':` or"
-                " with workers=1"
-            ) from error
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
-@contextmanager
-def _quiet_children() -> Iterator[None]:
-    """Processes started in this block compute with one thread and never see Ctrl-C, which a
-    terminal sends to all: their parent ends them. A signal to the parent waits for the end of the
-    block, lest a child is left half started."""
-    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    variables = {name: os.environ.get(name) for name in names}
-    received: list[int] = []
-    handlers: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():  # the only one that signals reach
-        for number in (signal.SIGINT, signal.SIGTERM):
-            handlers[number] = signal.signal(number, lambda number, _: received.append(number))
-    os.environ.update(dict.fromkeys(names, "1"))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        for name, value in variables.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for caught, handler in handlers.items():
-            signal.signal(caught, handler)
-        if received:
-            signal.raise_signal(received[0])
+def write_ocean_store(
+    out: str | Path,
+    ocean: Ocean | None = None,
+    *,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Store:
+    """Simulate the ocean and write it, one time step a shard, with statistics over `train`.
+
+    Land has no values, on each level its own. Statics: the depth and the currents at the surface.
+    workers: processes that simulate, at most one a tracer; none: one a core. The store is the same.
+    progress: (dates simulated, dates in all, with the spin-up).
+    ValueError tells what does not fit; `out` is then as it was before.
+    """
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers={workers} must be at least 1")
+    ocean = ocean or Ocean()
+    for name in oceans.TRACERS:
+        oceans.tracer(ocean, name)  # raises where the scheme is unstable, before any process
+    levels = basin.wet_levels(ocean)
+    depth = np.tensordot(basin.THICKNESS, levels, axes=1)
+    return write_blocks(
+        out,
+        circulated(ocean, min(workers or num_cpus(), len(oceans.TRACERS)), progress),
+        np.concatenate([levels, levels, levels[:1], np.repeat(levels[:1], 2, axis=0)]),
+        channels=ocean_channels(),
+        grid=basin.grid_of(ocean),
+        times=basin.time_axis(ocean),
+        statics=OCEAN_STATICS,
+        static_fields=np.concatenate([depth[None], basin.currents(ocean)]),
+        splits=basin.splits(ocean),
+        provenance={
+            "title": "graticule's generated ocean: tracers in a fixed flow, damped and forced",
+            "ocean": asdict(ocean),
+        },
+    )
 
 
-def _end_with_parent() -> None:
-    """In a child: a parent that is killed cannot end its children."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+def circulated(
+    ocean: Ocean, workers: int, progress: Callable[[int, int], None] | None = None
+) -> Blocks:
+    """The years kept, one after the other, each (73, channel, lat, lon), from so many processes.
 
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
+    Tracers do not feel each other: each year of each is one task. The numbers do not depend on
+    `workers`; 1: in this process. progress: as in `write_ocean_store`.
+    """
+    states: dict[str, np.ndarray | None] = dict.fromkeys(oceans.TRACERS)
+    years = range(-ocean.spin_up_years, ocean.num_years)
 
-    threading.Thread(target=watch, daemon=True).start()
+    def told(year: int) -> None:
+        if progress:
+            progress((year + 1 - years.start) * basin.STEPS_A_YEAR,
+                     len(years) * basin.STEPS_A_YEAR)  # fmt: skip
+
+    def block(year: int, results: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+        fields = [fields for fields, _ in results]
+        return np.concatenate([*fields, oceans.forcing_of_year(ocean, year)], axis=1)
+
+    if workers == 1:
+        for year in years:
+            results = [oceans.simulate_year(ocean, n, year, states[n]) for n in oceans.TRACERS]
+            states = {n: state for n, (_, state) in zip(oceans.TRACERS, results, strict=True)}
+            told(year)
+            if year >= 0:
+                yield block(year, results)
+        return
+    with child_processes(workers) as submit:
+
+        def start(year: int) -> list[Future]:
+            return [submit(oceans.simulate_year, ocean, n, year, states[n]) for n in oceans.TRACERS]
+
+        running = start(years.start)
+        for year in years:
+            results = [result_of(future) for future in running]
+            states = {n: state for n, (_, state) in zip(oceans.TRACERS, results, strict=True)}
+            # The next year is computed while this one is written.
+            running = start(year + 1) if year + 1 in years else []
+            told(year)
+            if year >= 0:
+                yield block(year, results)
 
 
-def _num_cpus() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+OCEAN_STATICS = Channels(
+    [
+        Channel(variable="deptho", units="m", role="static", long_name="depth of the wet levels",
+                standard_name="sea_floor_depth_below_geoid", low=0.0),
+        Channel(variable="uo", units="m s-1", role="static", long_name="eastward current on top"),
+        Channel(variable="vo", units="m s-1", role="static", long_name="northward current on top"),
+    ]
+)  # fmt: skip
+_OCEAN_VARIABLES: tuple[tuple[str, str, Role, str, float, float], ...] = (
+    ("thetao", "degC", "prognostic", "sea_water_potential_temperature", -20.0, 60.0),
+    ("so", "1e-3", "prognostic", "sea_water_salinity", 20.0, 50.0),
+    ("zos", "m", "prognostic", "sea_surface_height_above_geoid", -10.0, 10.0),
+    ("hfds", "W m-2", "forcing", "surface_downward_heat_flux_in_sea_water", -2000.0, 2000.0),
+    ("wfo", "kg m-2 s-1", "forcing", "water_flux_into_sea_water", -2e-3, 2e-3),
+)
+
+
+def ocean_channels() -> Channels:
+    """thetao and so on their levels, zos, and the forcings hfds and wfo."""
+    return Channels(
+        [
+            Channel(
+                variable=name, units=units, role=role, level=level,
+                level_units="" if level is None else "m", standard_name=standard_name,
+                long_name=standard_name.replace("_", " "), low=low, high=high,
+            )
+            for name, units, role, standard_name, low, high in _OCEAN_VARIABLES
+            for level in (basin.LEVELS if name in ("thetao", "so") else (None,))
+        ]
+    )  # fmt: skip

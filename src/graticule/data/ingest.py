@@ -1,162 +1,351 @@
-"""Ingest: any CF, or nearly CF, files on a latitude-longitude grid into a store.
+"""Ingest: files on a latitude-longitude grid, of known sources or any CF ones, into a store.
 
 Metadata of all sources are read first and made to agree: grid, levels, units, calendar and
-dates. Then one time step after the other is read, turned north to south and east from [0, 360),
-and written. Nothing is guessed silently: what cannot be joined is an error, what is dropped,
-merged, converted or not understood is logged.
+dates. Then time steps are read, turned north to south and east from [0, 360), and written, by as
+many processes as are given. Nothing is guessed silently: what cannot be joined is an error, what
+is dropped, merged, converted or not understood is logged.
 """
 
 import hashlib
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import xarray as xr
 
 from graticule import __version__
-from graticule.data import cf
-from graticule.data.plan import Variable, arrange, plan_variables
-from graticule.data.sources import open_sources, pieces_of
-from graticule.data.store import LARGEST, Packing, Store, StoreWriter
-from graticule.data.times import TimeAxis
-from graticule.grid import Grid
+from graticule.config import fingerprint
+from graticule.data import known
+from graticule.data.plan import ChosenLevels, Levels, arrange, plan_variables
+from graticule.data.processes import each
+from graticule.data.sources import Piece, open_sources, pieces_of
+from graticule.data.steps import Steps, own_packing, read_statics
+from graticule.data.store import Packing, Store, StoreWriter, read_attributes
 from graticule.variables import Channels, Role
 
 logger = logging.getLogger(__name__)
 
 _HASHED_BYTES = 2**28
 Progress = Callable[[int, int], None]
+PackingChoice = Literal["source", "float32", "int16"]
 
 
 def ingest(
     sources: Sequence[Path],
     out: Path,
     *,
+    source: str = "auto",
     variables: Sequence[str] | None = None,
+    levels: Sequence[float] | Literal["all"] | None = None,
     roles: Mapping[str, Role] | None = None,
     units: Mapping[str, str] | None = None,
-    packing: Literal["float32", "int16"] = "float32",
+    packing: PackingChoice = "source",
     inner_chunk: tuple[int, int] | None = None,
     splits: dict[str, list[str]] | None = None,
     time: str | None = None,
+    drop_south_pole: bool = False,
     allow_missing_chunks: bool = False,
+    workers: int = 1,
+    part: tuple[int, int] | None = None,
     progress: Progress | None = None,
-) -> Store:
-    """Write the store `out` from NetCDF files and Zarr groups.
+) -> Store | None:
+    """Write the store `out` from NetCDF files and Zarr groups, or go on with it.
 
-    variables: which, in this order, `name` or `name@level`; none: all that are on the grid.
-    roles: by variable; those left out are prognostic, or static where they have no time.
+    source: `glorys12`, `era5`, `om4` or `cf`; `auto` recognises it and logs why.
+    variables: which, in this order, `name` or `name@level`; none: those of the source.
+    levels: which, to 1 %, of the variables that have any; none: those of the source; `all`.
+    roles: by variable; those left out are the source's, else prognostic, or static without time.
     units: by variable, converted to; other variables keep theirs, in one spelling.
-    packing: float32 reads everything once. int16 reads twice, the first time for the range; it
-    keeps the sources' own scale and offset where all files of a variable have the same int16 ones
-    and no value meets the store's reserved codes.
+    packing: `source` keeps the sources' own int16 numbers, scale and offset exactly where all
+    variables have them, and is float32 otherwise. `int16` keeps those that have them and rounds
+    the others over their range, for which everything is read twice.
     inner_chunk: (channels, rows) stored together. splits: `train`, ... to `first/last` ranges.
     time: the date to give to fields none of which has one (a climatological mean).
+    drop_south_pole: leave the row at 90 S out (721 rows become 720).
     allow_missing_chunks: take absent chunks of a Zarr source for fill values.
-    progress: called with (steps done, steps in all).
+    workers: processes. part: (i, n) writes the i-th of n parts of the times, i from 1; whoever
+    ends last finishes the store. progress: called with (steps done, steps in all).
 
-    ValueError tells what does not fit; `out` is then as it was before.
+    Returns None where a part is done and others are not. A call that is stopped, killed too, is
+    gone on with by the same call; a store that another call began is refused. ValueError tells
+    what does not fit; steps that are finished stay.
     """
     sources, out = [Path(source) for source in sources], Path(out)
     if not sources:
         raise ValueError("no source files are given")
-    _refuse_output(sources, out)
-    wanted = None if variables is None else [name.partition("@")[0] for name in variables]
+    if part is not None and not 1 <= part[0] <= part[1]:
+        raise ValueError(f"part {part[0]}/{part[1]}: parts of {part[1]} are 1 to {part[1]}")
+    _refuse_places(sources, out)
     with open_sources(sources) as opened:
-        pieces = [
-            piece
-            for path, dataset in opened
-            for piece in pieces_of(path, dataset, wanted, allow_missing_chunks)
-        ]
-        plan = plan_variables(pieces, variables, dict(roles or {}), dict(units or {}))
-        static, dynamic, times = arrange(plan, dict(roles or {}), time)
+        kind, pieces, wanted = _gridded(opened, source, variables, allow_missing_chunks)
+        if drop_south_pole:
+            pieces = [piece.without_south_pole() for piece in pieces]
+        there = {piece.name for piece in pieces}
+        roles = {**{n: r for n, r in kind.roles.items() if n in there}, **(roles or {})}
+        chosen = _levels(levels, kind)
+        plan = plan_variables(pieces, wanted, roles, dict(units or {}), chosen)
+        static, dynamic, times = arrange(plan, roles, time)
         grid = plan[0].pieces[0].grid
-        channels = Channels([channel for variable in dynamic for channel in variable.channels])
-        statics = Channels([channel for variable in static for channel in variable.channels])
         times.check_splits(splits or {})  # before hours of reading
+        identities = _identities(sources)
+        steps = Steps(
+            dynamic, times, grid,
+            {path: fingerprint(identity) for path, identity in identities.items()},
+        )  # fmt: skip
         logger.info(
             "%d times from %s to %s, %d x %d points, %d channels: %s",
-            len(times), times.date(0), times.date(len(times) - 1), *grid.shape, len(channels),
-            ", ".join(channels.names),
+            len(times), times.date(0), times.date(len(times) - 1), *grid.shape,
+            len(steps.channels), ", ".join(steps.channels.names),
         )  # fmt: skip
-        passes = 2 if packing == "int16" else 1
-        steps = _Steps(dynamic, channels, times, grid, passes * len(times), progress)
-        chosen = _choose_packing(steps, dynamic) if packing == "int16" else Packing()
-        static_fields = _read_statics(static, grid)
-        _refuse_output(sources, out)  # again: the first pass may have taken hours
+        provenance = {
+            "made_by": "graticule data ingest",
+            "sources": list(identities.values()),
+            "source": kind.name,
+            "variables": None if variables is None else list(variables),
+            "levels": None if levels is None else levels if levels == "all" else list(levels),
+            "roles": dict(roles),
+            "units": dict(units or {}),
+            "packing": packing,
+            "inner_chunk": None if inner_chunk is None else list(inner_chunk),
+            "time": time,
+            "drop_south_pole": drop_south_pole,
+            "allow_missing_chunks": allow_missing_chunks,
+            "versions": {
+                "graticule": __version__,
+                **{n: version(n) for n in ("numpy", "xarray", "zarr", "cftime", "netCDF4")},
+            },
+        }
+        begun = _begun(out, provenance, splits or {})
+        if begun.get("complete"):
+            logger.info("%s is complete already", out)
+            return Store(out)
+        everyone = _Everyone(steps, workers, progress)
+        chosen_packing, kept = _packing(packing, everyone, begun)
+        steps = everyone.steps = steps.with_packing(chosen_packing, kept)
         existed = out.exists()
+        writer = StoreWriter(
+            out, channels=steps.channels, grid=grid, times=times, packing=chosen_packing,
+            statics=Channels([channel for variable in static for channel in variable.channels]),
+            static_fields=read_statics(static, grid), splits=splits, inner_chunk=inner_chunk,
+            provenance=provenance, resume=True,
+        )  # fmt: skip
         try:
-            writer = StoreWriter(
-                out, channels=channels, grid=grid, times=times, packing=chosen, statics=statics,
-                static_fields=static_fields, splits=splits, inner_chunk=inner_chunk,
-                provenance=_provenance(sources, variables, roles, units, packing, time),
-            )  # fmt: skip
-            for index in range(len(times)):
-                try:
-                    writer.write(index, steps.read(index, chosen.scale is not None))
-                except ValueError as error:
-                    raise ValueError(f"{times.date(index)}: {error}") from error
+            everyone.write(_times_of(part, len(times)), writer)
+            left = writer.unfinished()
+            if left:
+                logger.info(
+                    "%s: %d of %d steps are not written yet; the last part finishes the store",
+                    out, len(left), len(times),
+                )  # fmt: skip
+                return None
             store = writer.finish()
         except BaseException:
-            _remove_half_written(out, existed)
+            _leave(writer, existed, alone=not begun and part is None)
             raise
     _report_holes(store)
     return store
 
 
-class _Steps:
-    """Reads time after time of all channels, watches their bounds and counts what is done."""
+def _gridded(
+    opened: Sequence[tuple[Path, xr.Dataset]],
+    source: str,
+    variables: Sequence[str] | None,
+    allow_missing_chunks: bool,
+) -> tuple[known.Source, list[Piece], list[str] | None]:
+    """The kind of source, the pieces that are wanted of it, and the variables by name."""
+    dims: dict[str, tuple[str, ...]] = {}
+    packed: list[str] = []
+    for _, dataset in opened:
+        for name, variable in dataset.variables.items():
+            dims[str(name)] = tuple(map(str, variable.dims))
+            if variable.dtype.kind in "iu" and "scale_factor" in variable.attrs:
+                packed.append(str(name))
+    if source == "auto":
+        about = " ".join(str(value) for value in opened[0][1].attrs.values())
+        source, why = known.recognise(dims, packed, about)
+        logger.info("source: %s, recognised by %s (--source overrides)", source, why)
+    elif source not in known.SOURCES:
+        raise ValueError(f"source {source!r} is none of auto, {', '.join(known.SOURCES)}")
+    kind = known.SOURCES[source]
+    there = list(dict.fromkeys(
+        found[0] if kind.numbered and (found := known.numbered(name)) else name for name in dims
+    ))  # fmt: skip
+    wanted = list(variables) if variables is not None else known.default_variables(kind, there)
+    if variables is None and wanted is not None:
+        coordinates = {name for names in dims.values() for name in names}
+        rest = [name for name in there if name not in wanted and name not in coordinates]
+        logger.info(
+            "taken: %s; left out: %s (--variables names others)",
+            ", ".join(wanted), ", ".join(rest) or "nothing",
+        )  # fmt: skip
+    names = None if wanted is None else [name.partition("@")[0] for name in wanted]
+    pieces = [
+        piece
+        for path, dataset in opened
+        for piece in pieces_of(path, dataset, names, allow_missing_chunks, kind)
+    ]
+    return kind, pieces, wanted
 
-    def __init__(
-        self,
-        dynamic: Sequence[Variable],
-        channels: Channels,
-        times: TimeAxis,
-        grid: Grid,
-        total: int,
-        progress: Progress | None,
-    ) -> None:
-        self.dynamic, self.channels, self.times, self.grid = dynamic, channels, times, grid
-        self.total, self.done, self.progress = total, 0, progress
-        self.beyond: set[str] = set()
 
-    def read(self, index: int, precise: bool) -> np.ndarray:
-        """(channel, lat, lon) of one time, NaN where there is no value; float64 if `precise`."""
-        dtype = np.float64 if precise else np.float32
-        fields = np.full((len(self.channels), *self.grid.shape), np.nan, dtype)
-        first = 0
-        seconds = int(self.times.seconds[index])
-        for variable in self.dynamic:
-            last = first + len(variable.levels)
-            # What is beyond float32 becomes infinite here and is refused by the writer.
-            with np.errstate(over="ignore"):
-                variable.read(variable.dates.get(seconds, []), fields[first:last])
-            first = last
-        self._watch(fields, index)
+def _levels(asked: Sequence[float] | Literal["all"] | None, kind: known.Source) -> Levels:
+    if asked == "all":
+        return None
+    if asked is not None:
+        return ChosenLevels(tuple(float(level) for level in asked))
+    return ChosenLevels(kind.levels, must_exist=False) if kind.levels else None
+
+
+@dataclass
+class _Everyone:
+    """All processes of an ingest: steps shared out, messages and progress gathered."""
+
+    steps: Steps
+    workers: int
+    progress: Progress | None
+    done: int = 0
+    total: int = 0
+    said: set[str] = field(default_factory=set)
+
+    def write(self, indices: Sequence[int], writer: StoreWriter) -> None:
+        """Write the steps at `indices`; those that are there, of the same files, are verified."""
+        self.total += len(indices)
+        there = 0
+        for messages, was_there in each(_Write(self.steps, writer), indices, self.workers):
+            there += was_there
+            self._tell(messages)
+        if there:
+            logger.info("%s: %d finished steps were there and are verified", writer.path, there)
+
+    def extremes(self) -> tuple[np.ndarray, np.ndarray, set[str]]:
+        """(channel,) lowest and highest value of all times, and `Steps.extremes`'s clashes."""
+        number = len(self.steps.times)
+        self.total += 2 * number  # the second time is `write`'s
+        low = np.full(len(self.steps.channels), np.inf)
+        high = -low
+        clashes: set[str] = set()
+        for least, most, clash, messages in each(
+            _Extremes(self.steps), range(number), self.workers
+        ):
+            low, high, clashes = np.minimum(low, least), np.maximum(high, most), clashes | clash
+            self._tell(messages)
+        self.total -= number
+        return low, high, clashes
+
+    def _tell(self, messages: dict[str, str]) -> None:
+        for key, text in messages.items():
+            if key not in self.said:
+                self.said.add(key)
+                logger.warning("%s", text)
         self.done += 1
         if self.progress is not None:
             self.progress(self.done, self.total)
-        return fields
-
-    def _watch(self, fields: np.ndarray, index: int) -> None:
-        for channel, plane in zip(self.channels, fields, strict=True):
-            if channel.name in self.beyond or (channel.low is None and channel.high is None):
-                continue
-            low = -np.inf if channel.low is None else channel.low
-            high = np.inf if channel.high is None else channel.high
-            wrong = (plane < low) | (plane > high)
-            if wrong.any():
-                self.beyond.add(channel.name)
-                logger.warning(
-                    "%s holds %g %s on %s, outside %g to %g: are its units right?",
-                    channel.name, plane[wrong][0], channel.units, self.times.date(index), low, high,
-                )  # fmt: skip
 
 
-def _refuse_output(sources: Sequence[Path], out: Path) -> None:
+@dataclass(frozen=True)
+class _Write:
+    steps: Steps
+    writer: StoreWriter
+
+    def __call__(self, index: int) -> tuple[dict[str, str], bool]:
+        made_from = self.steps.made_from(index)
+        there = self.writer.finished(index) == made_from
+        if not there:
+            groups = self.steps.stored(index, self.writer.layout.groups)
+            self.writer.write_stored(index, groups, made_from)
+        return self.steps.take_messages(), there
+
+
+@dataclass(frozen=True)
+class _Extremes:
+    steps: Steps
+
+    def __call__(self, index: int) -> tuple[np.ndarray, np.ndarray, set[str], dict[str, str]]:
+        return (*self.steps.extremes(index), self.steps.take_messages())
+
+
+def _times_of(part: tuple[int, int] | None, number: int) -> list[int]:
+    """The i-th of n runs of neighbouring times, as equal as can be."""
+    if part is None:
+        return list(range(number))
+    return [int(i) for i in np.array_split(np.arange(number), part[1])[part[0] - 1]]
+
+
+def _packing(
+    choice: PackingChoice, everyone: _Everyone, begun: Mapping[str, Any]
+) -> tuple[Packing, frozenset[str]]:
+    """The store's packing, and the variables whose own numbers it keeps."""
+    steps = everyone.steps
+    own = {variable.name: own_packing(variable) for variable in steps.dynamic}
+    reasons = [why for packing, why in own.values() if packing is None]
+    if choice == "source" and reasons:
+        some = [name for name, (packing, _) in own.items() if packing is not None]
+        if some:
+            logger.warning(
+                "stored as float32, which moves a value by up to 6e-8 of itself: %s. --packing"
+                " int16 keeps the numbers of %s and rounds the others",
+                "; ".join(reasons), ", ".join(some),
+            )  # fmt: skip
+        else:
+            logger.info("stored as float32: %s", "; ".join(reasons))
+    if choice == "float32" or (choice == "source" and reasons):
+        return Packing(), frozenset()
+    there = begun.get("packing")
+    if choice == "source":
+        scale, offset, clashes = np.empty(0), np.empty(0), set()
+    elif there is not None:
+        scale, offset = np.array(there["scale"]), np.array(there["offset"])
+        clashes = {
+            name
+            for name, (packing, _) in own.items()
+            if packing is not None and not _is_kept(steps, name, packing, scale, offset)
+        }
+    else:
+        ranged, clashes = _over_range(everyone)
+        assert ranged.scale is not None
+        assert ranged.offset is not None
+        scale, offset = ranged.scale, ranged.offset
+    kept = {name: packing for name, (packing, _) in own.items()
+            if packing is not None and name not in clashes}  # fmt: skip
+    scales, offsets = [], []
+    for i, channel in enumerate(steps.channels):
+        own_scale, own_offset = kept.get(channel.variable) or (scale[i], offset[i])
+        scales.append(own_scale)
+        offsets.append(own_offset)
+        if channel.variable not in kept:
+            logger.info("%s: rounded to int16, by up to %.2g %s", channel.name, own_scale / 2,
+                        channel.units)  # fmt: skip
+    if kept:
+        logger.info("numbers, scale and offset of the source are kept: %s", ", ".join(kept))
+    return Packing(np.array(scales), np.array(offsets)), frozenset(kept)
+
+
+def _is_kept(
+    steps: Steps, name: str, own: tuple[float, float], scale: np.ndarray, offset: np.ndarray
+) -> bool:
+    rows = [i for i, channel in enumerate(steps.channels) if channel.variable == name]
+    return all((scale[i], offset[i]) == own for i in rows)
+
+
+def _over_range(everyone: _Everyone) -> tuple[Packing, set[str]]:
+    """int16 over each channel's range, after one pass over all times, and the variables whose own
+    numbers meet the store's codes."""
+    low, high, clashes = everyone.extremes()
+    names = everyone.steps.channels.names
+    bad = np.flatnonzero(~(np.isfinite(low) & np.isfinite(high)))
+    if bad.size:
+        what = "no value at any time" if low[bad[0]] > high[bad[0]] else "infinite values"
+        raise ValueError(f"{names[int(bad[0])]} holds {what}")
+    for name in sorted(clashes):
+        logger.warning("%s: a value of it is stored as one of the store's codes", name)
+    return Packing.over_range(low, high), clashes
+
+
+def _refuse_places(sources: Sequence[Path], out: Path) -> None:
     target = out.resolve()
     for source in sources:
         inside = source.resolve()
@@ -164,76 +353,56 @@ def _refuse_output(sources: Sequence[Path], out: Path) -> None:
             raise ValueError(
                 f"the output {out} is or lies in or around the source {source}; name another place"
             )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+
+
+def _begun(out: Path, provenance: dict[str, Any], splits: dict[str, list[str]]) -> dict[str, Any]:
+    """Attributes of the store that the same call began at `out`; {}: there is nothing.
+
+    ValueError where anything else is there.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return {}
+    attributes = read_attributes(out)
+    theirs = attributes.get("provenance", {})
+    if theirs.get("made_by") != provenance["made_by"]:
         raise ValueError(f"{out} exists already and is not overwritten; name another")
 
+    def command(values: Mapping[str, Any]) -> dict[str, Any]:
+        names = [source["name"] for source in values["sources"]]
+        return {**{k: v for k, v in values.items() if k != "versions"}, "sources": names}
 
-def _remove_half_written(out: Path, existed: bool) -> None:
-    """The folder was not there, or was empty: whatever is in it now is ours."""
-    if not existed:
+    before = {**command(theirs), "splits": attributes["splits"]}
+    now = {**command(provenance), "splits": splits}
+    different = [key for key in now if now[key] != before.get(key)]
+    if attributes.get("complete") and not different and theirs["sources"] != provenance["sources"]:
+        different = ["sources, which have changed since"]
+    if different:
+        key = different[0]
+        shown = f" ({before.get(key)} then, {now[key]} now)" if key in now else ""
+        state = "exists already" if attributes.get("complete") else "was begun"
+        raise ValueError(
+            f"{out} {state} with other {', '.join(different)}{shown} and is not overwritten; name"
+            " another, or delete it"
+        )
+    return attributes
+
+
+def _leave(writer: StoreWriter, existed: bool, alone: bool) -> None:
+    """After a failure: steps that are finished stay; a store without any, if it is ours alone,
+    does not."""
+    number = len(writer.times)
+    finished = number - len(writer.unfinished())
+    out = writer.path
+    if finished:
+        logger.warning(
+            "%s: %d of %d steps are finished; mend what is wrong and run the same command again to"
+            " go on, or delete it", out, finished, number,
+        )  # fmt: skip
+    elif alone and not existed:
         shutil.rmtree(out, ignore_errors=True)
-    else:
+    elif alone:  # the folder was there, and empty
         for child in list(out.iterdir()):
             shutil.rmtree(child) if child.is_dir() else child.unlink()
-
-
-def _read_statics(static: Sequence[Variable], grid: Grid) -> np.ndarray | None:
-    """(static, lat, lon) float32; all copies of a static, over files and times, must agree."""
-    if not static:
-        return None
-    fields = []
-    for variable in static:
-        planes = np.full((len(variable.levels), *grid.shape), np.nan, np.float32)
-        every = [(piece, i) for piece in variable.pieces for i in range(piece.num_times)]
-        try:
-            variable.read(every, planes)
-        except ValueError as error:
-            raise ValueError(f"static {variable.name} is not one field: {error}") from error
-        fields.append(planes)
-    return np.concatenate(fields)
-
-
-def _choose_packing(steps: _Steps, dynamic: Sequence[Variable]) -> Packing:
-    """int16 scale and offset of each channel, after one pass over all times for the range."""
-    low = np.full(len(steps.channels), np.inf)
-    high = np.full(len(steps.channels), -np.inf)
-    for index in range(len(steps.times)):
-        fields = steps.read(index, precise=True)
-        low = np.minimum(low, np.where(np.isnan(fields), np.inf, fields).min((1, 2)))
-        high = np.maximum(high, np.where(np.isnan(fields), -np.inf, fields).max((1, 2)))
-    bad = np.flatnonzero(~(np.isfinite(low) & np.isfinite(high)))
-    if bad.size:
-        name = steps.channels.names[int(bad[0])]
-        what = "no value at any time" if low[bad[0]] > high[bad[0]] else "infinite values"
-        raise ValueError(f"{name} holds {what}")
-    chosen = Packing.over_range(low, high)
-    assert chosen.scale is not None
-    assert chosen.offset is not None
-    first = 0
-    for variable in dynamic:
-        last = first + len(variable.levels)
-        own = _own_packing(variable)
-        if own is not None:
-            scale, offset = own
-            codes = np.rint((np.stack([low[first:last], high[first:last]]) - offset) / scale)
-            # -32767 and -32768 are the store's own codes, and 32767 is kept out with them.
-            if np.abs(codes).max() <= LARGEST:
-                chosen.scale[first:last], chosen.offset[first:last] = scale, offset
-        first = last
-    return chosen
-
-
-def _own_packing(variable: Variable) -> tuple[float, float] | None:
-    """(scale, offset) in the store's units if all pieces are int16 with one and the same."""
-    found = {cf.packing_of(piece.variable.attrs) for piece in variable.pieces}
-    plain = all(
-        piece.variable.dtype == np.int16 and piece.text("_Unsigned").lower() != "true"
-        for piece in variable.pieces
-    )
-    if not plain or len(found) > 1:
-        return None
-    (scale, offset), (factor, shift) = found.pop(), variable.convert
-    return (scale * factor, offset * factor + shift) if scale * factor > 0 else None
 
 
 def _report_holes(store: Store) -> None:
@@ -248,35 +417,21 @@ def _report_holes(store: Store) -> None:
             )  # fmt: skip
 
 
-def _provenance(
-    sources: Sequence[Path],
-    variables: Sequence[str] | None,
-    roles: Mapping[str, Role] | None,
-    units: Mapping[str, str] | None,
-    packing: str,
-    time: str | None,
-) -> dict[str, Any]:
-    """What the store was made from and how, without any place of this machine."""
-    return {
-        "made_by": "graticule data ingest",
-        "sources": [_identity(source) for source in sources],
-        "variables": None if variables is None else list(variables),
-        "roles": dict(roles or {}),
-        "units": dict(units or {}),
-        "packing": packing,
-        "time": time,
-        "versions": {
-            "graticule": __version__,
-            **{name: version(name) for name in ("numpy", "xarray", "zarr", "cftime", "netCDF4")},
-        },
-    }
-
-
-def _identity(source: Path) -> dict[str, Any]:
-    """Name, size, and a SHA-256 of a file up to 256 MiB or else the time of its last change."""
-    files = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file())
-    size = sum(path.stat().st_size for path in files)
-    identity: dict[str, Any] = {"name": source.name, "bytes": size}
-    if source.is_file() and size <= _HASHED_BYTES:
-        return {**identity, "sha256": hashlib.sha256(source.read_bytes()).hexdigest()}
-    return {**identity, "modified": round(max(path.stat().st_mtime for path in files))}
+def _identities(sources: Sequence[Path]) -> dict[Path, dict[str, Any]]:
+    """Name, size and, of up to 256 MiB in all, a SHA-256 of each file; of more, and of folders,
+    the time of the last change."""
+    found: dict[Path, tuple[int, int]] = {}
+    for source in sources:
+        files = [source] if source.is_file() else [p for p in source.rglob("*") if p.is_file()]
+        stats = [path.stat() for path in files]
+        found[source] = sum(s.st_size for s in stats), round(max(s.st_mtime for s in stats))
+    hashed = sum(size for size, _ in found.values()) <= _HASHED_BYTES
+    identities: dict[Path, dict[str, Any]] = {}
+    for source, (size, modified) in found.items():
+        identity: dict[str, Any] = {"name": source.name, "bytes": size}
+        if hashed and source.is_file():
+            identity["sha256"] = hashlib.sha256(source.read_bytes()).hexdigest()
+        else:
+            identity["modified"] = modified
+        identities[source] = identity
+    return identities

@@ -3,21 +3,31 @@
 Sample number n of a run is position n mod N of the permutation that belongs to epoch n div N.
 There is no loader state: the step count tells where a run is, so that a resumed run goes on with
 the very next sample whatever had been read ahead.
+
+With several ranks the batches are those of one process: rank r of n takes samples r, r + n, ...
+of each. What a batch delivers comes lead by lead, and every inner chunk of the store is read once
+for two deliveries that follow one another: the labels of a lead are where the forcing of the next
+one lies, and samples side by side may share times. Memory does not depend on the number of leads.
 """
 
 import queue
 import threading
 import time
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import cftime
 import numpy as np
 import torch
 from torch import Tensor
 
-from graticule.data.samples import Sample, SampleSource
+from graticule.data.buffers import Pool
+from graticule.data.samples import SampleSource
+from graticule.data.shards import Job, Target
 from graticule.keyed import keyed
 
 
@@ -48,7 +58,8 @@ class Batch:
     """Samples side by side. Leads arrive one by one and are taken once each, in order.
 
     keys: numbers of the samples. starts, init_times: their initial times, as indices into the
-    store and as dates. All tensors are stored numbers, (sample, offset, channel, lat, lon).
+    store and as dates. All tensors are stored numbers, (sample, offset, channel, lat, lon), on
+    the loader's device; whoever holds one owns its memory, which the loader uses again after.
     """
 
     def __init__(
@@ -80,11 +91,14 @@ class Batch:
 class Loader:
     """Iterate over batches for `numbers`, the samples' numbers in `order`.
 
-    leads: how many each batch delivers; the caller takes them all before the next batch.
-    roll_seed: turn each sample by a random number of columns, drawn by the sample's number.
-    pin_memory: page-locked tensors, which a GPU copies while it computes. `waited` counts the
-    seconds the caller waited. At most `ahead` reads (the inputs or one lead of one batch) lie
-    ready.
+    batch: samples of all ranks together. leads: how many each batch delivers; the caller takes
+    them all before the next batch. roll_seed: turn each sample by a random number of columns,
+    drawn by the sample's number. rank, ranks: this process takes its share of each batch, which
+    may be empty at the end of `numbers` only. device: where tensors arrive.
+
+    At most `ahead` deliveries (the inputs or one lead of one batch) lie ready, one more is being
+    read and the next one may be begun; with the two that a training step holds, that is all the
+    memory. threads: how many read and decompress. `waited` counts the seconds the caller waited.
     """
 
     def __init__(
@@ -96,24 +110,55 @@ class Loader:
         batch: int,
         leads: int,
         roll_seed: int | None = None,
-        ahead: int = 4,
-        pin_memory: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
+        ahead: int = 2,
+        threads: int = 1,
+        device: torch.device | str = "cpu",
     ) -> None:
+        if batch < ranks:
+            raise ValueError(
+                f"a batch of {batch} samples leaves {ranks - batch} of {ranks} ranks without any;"
+                f" set train.batch to {ranks} or more"
+            )
+        if roll_seed is not None and len(source.columns) != source.store.grid.shape[1]:
+            raise ValueError(
+                f"samples cannot be turned in longitude where columns {source.columns.start} to"
+                f" {source.columns.stop} of {source.store.grid.shape[1]} are read; set"
+                " train.roll_longitude=false"
+            )
         self.source, self.order, self.numbers = source, order, numbers
         self.batch, self.leads, self.roll_seed, self.ahead = batch, leads, roll_seed, ahead
-        self.pin_memory = pin_memory
+        self.rank, self.ranks, self.threads = rank, ranks, threads
+        self.device = torch.device(device)
+        self.pool = Pool(pin_memory=self.device.type == "cuda")
         self.waited = 0.0
 
     def __len__(self) -> int:
         return -(-len(self.numbers) // self.batch)
 
-    def __iter__(self) -> Generator[Batch, None, None]:
-        groups = [
-            list(self.numbers[i : i + self.batch]) for i in range(0, len(self.numbers), self.batch)
+    @cached_property
+    def block_bytes(self) -> int:
+        """Memory of one delivery: inputs and leads use the same blocks."""
+        samples = -(-self.batch // self.ranks)
+        planes = [
+            sum(
+                len(offsets) * len(channels)
+                for offsets, channels in _Delivery(self, (), lead).parts
+            )
+            for lead in (0, 1)
         ]
-        stream = _Stream(self, groups)
+        cells = self.source.shape[0] * self.source.shape[1]
+        return samples * max(planes) * cells * self.source.store.packing.dtype.itemsize
+
+    def _groups(self) -> Iterator[list[int]]:
+        for first in range(0, len(self.numbers), self.batch):
+            yield list(self.numbers[first : first + self.batch][self.rank :: self.ranks])
+
+    def __iter__(self) -> Generator[Batch, None, None]:
+        stream = _Stream(self)
         try:
-            for keys in groups:
+            for keys in self._groups():
                 starts = [self.order.start(key) for key in keys]
                 dates = [self.source.store.times.date(start) for start in starts]
                 batch = Batch(keys, starts, dates, stream, self.leads)
@@ -122,54 +167,142 @@ class Loader:
         finally:
             stream.close()
 
-    def _read(self, samples: list[Sample], lead: int) -> list[Tensor]:
-        """Stored numbers of the inputs (lead 0) or of one lead."""
-        reads = ("inputs",) if lead == 0 else ("forcing", "labels")
-        tensors = []
-        for name in reads:
-            planes = []
-            for sample in samples:
-                block = sample.inputs() if lead == 0 else getattr(sample, name)(lead)
-                if self.roll_seed is not None:
-                    columns = self.source.store.grid.shape[1]
-                    turn = int(keyed(self.roll_seed, "roll", sample.key).integers(columns))
-                    block = np.roll(block, turn, axis=-1)
-                planes.append(block)
-            tensor = torch.from_numpy(np.stack(planes))
-            tensors.append(tensor.pin_memory() if self.pin_memory else tensor)
-        return tensors
+
+@dataclass(frozen=True)
+class _Delivery:
+    """The inputs (lead 0) or one lead of a batch: what belongs in it, and its memory once there.
+
+    parts: (offsets from the initial time, channels) of each of its tensors.
+    """
+
+    loader: Loader
+    keys: tuple[int, ...]
+    lead: int
+
+    @property
+    def parts(self) -> list[tuple[tuple[int, ...], list[int]]]:
+        source, lead = self.loader.source, self.lead
+        if lead == 0:
+            return [(source.spec.inputs, source.prognostic)]
+        return [
+            (source.spec.given_offsets(lead), source.forcing),
+            (source.spec.label_offsets(lead), source.predicted),
+        ]
+
+    @property
+    def times(self) -> set[int]:
+        """Of the store, that anything is read of."""
+        return {
+            self.loader.order.start(key) + offset
+            for key in self.keys
+            for offsets, channels in self.parts
+            for offset in offsets
+            if channels
+        }
+
+    def open(self) -> "_Open":
+        """Memory for it, and what goes there by time."""
+        loader, source = self.loader, self.loader.source
+        shapes = [
+            (len(self.keys), len(offsets), len(channels), *source.shape)
+            for offsets, channels in self.parts
+        ]
+        dtype = torch.float32 if source.store.packing.scale is None else torch.int16
+        tensors = loader.pool.take(shapes, dtype, at_least=loader.block_bytes)
+        wanted: dict[int, list[Target]] = {}
+        for (offsets, channels), tensor in zip(self.parts, tensors, strict=True):
+            picked = tuple(channels)
+            for key, planes in zip(self.keys, tensor.numpy(), strict=True):
+                start, turn = loader.order.start(key), self._turn(key)
+                for offset, out in zip(offsets, planes, strict=True):
+                    if picked:
+                        wanted.setdefault(start + offset, []).append(Target(picked, out, turn))
+        return _Open(tensors, wanted)
+
+    def _turn(self, key: int) -> int:
+        if self.loader.roll_seed is None:
+            return 0
+        columns = self.loader.source.store.grid.shape[1]
+        return int(keyed(self.loader.roll_seed, "roll", key).integers(columns))
+
+
+@dataclass
+class _Open:
+    """A delivery being filled. wanted: what is still missing, by time."""
+
+    tensors: list[Tensor]
+    wanted: dict[int, list[Target]]
+
+
+class _Stopped(Exception):
+    """The caller wants no more."""
 
 
 class _Stream:
     """The reading thread and its bounded queue; an error there is raised where data is taken."""
 
-    def __init__(self, loader: Loader, groups: list[list[int]]) -> None:
+    def __init__(self, loader: Loader) -> None:
         self._loader = loader
-        self._queue: queue.Queue[list[Tensor] | BaseException] = queue.Queue(loader.ahead)
+        self._queue: queue.Queue[_Ready | BaseException] = queue.Queue(loader.ahead)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(groups,), daemon=True)
+        self._helpers = (
+            ThreadPoolExecutor(loader.threads, "graticule-read") if loader.threads > 1 else None
+        )
+        self._copies = _Copies(loader.device) if loader.device.type == "cuda" else None
+        self._thread = threading.Thread(target=self._run, name="graticule-loader", daemon=True)
         self._thread.start()
 
-    def _run(self, groups: list[list[int]]) -> None:
-        try:
-            for keys in groups:
-                samples = [
-                    self._loader.source.sample(self._loader.order.start(key), key) for key in keys
-                ]
-                for lead in range(self._loader.leads + 1):
-                    if not self._put(self._loader._read(samples, lead)):
-                        return
-        except BaseException as error:
-            self._put(error)
+    def _run(self) -> None:
+        with suppress(_Stopped):
+            try:
+                begun: _Open | None = None
+                for now, following in _pairs(self._deliveries()):
+                    tensors, begun = self._filled(begun or now.open(), following)
+                    self._put(self._copies.start(tensors) if self._copies else _Ready(tensors))
+                    del tensors  # the caller's from here on
+            except _Stopped:
+                raise
+            except BaseException as error:
+                self._put(error)
 
-    def _put(self, item: list[Tensor] | BaseException) -> bool:
+    def _filled(
+        self, current: "_Open", following: "_Delivery | None"
+    ) -> tuple[list[Tensor], "_Open | None"]:
+        """Read what is missing, and what the next delivery wants of the same times."""
+        begun = None
+        if following is not None and not current.wanted.keys().isdisjoint(following.times):
+            begun = following.open()
+        wanted = [
+            (at, targets + (begun.wanted.pop(at, []) if begun else []))
+            for at, targets in current.wanted.items()
+        ]
+        source = self._loader.source
+        source.store.read_into(wanted, source.rows, source.columns, self._run_jobs)
+        return current.tensors, begun
+
+    def _deliveries(self) -> Iterator[_Delivery]:
+        for keys in self._loader._groups():
+            for lead in range(self._loader.leads + 1):
+                yield _Delivery(self._loader, tuple(keys), lead)
+
+    def _run_jobs(self, jobs: Sequence[Job]) -> None:
+        def one(job: Job) -> None:
+            if self._stop.is_set():
+                raise _Stopped
+            job()
+
+        # Of several errors that of the first job, however the threads ran.
+        for _ in (self._helpers.map if self._helpers else map)(one, jobs):
+            pass
+
+    def _put(self, item: "_Ready | BaseException") -> None:
         while not self._stop.is_set():
             try:
                 self._queue.put(item, timeout=0.1)
-                return True
+                return
             except queue.Full:
                 continue
-        return False
+        raise _Stopped
 
     def take(self) -> list[Tensor]:
         began = time.perf_counter()
@@ -179,8 +312,54 @@ class _Stream:
             # The thread has ended: whoever asks again hears the same and does not wait for ever.
             self._queue.put(item)
             raise item
-        return item
+        return item.received()
 
     def close(self) -> None:
+        """Ends the threads: at once but for the inner chunk that each is reading."""
         self._stop.set()
         self._thread.join()
+        if self._helpers:
+            self._helpers.shutdown()
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """Tensors to be taken. copied: of a copy to a GPU that may still be under way."""
+
+    tensors: list[Tensor]
+    copied: "torch.cuda.Event | None" = None
+
+    def received(self) -> list[Tensor]:
+        if self.copied is not None:
+            stream = torch.cuda.current_stream(self.tensors[0].device)
+            stream.wait_event(self.copied)
+            for tensor in self.tensors:
+                tensor.record_stream(stream)
+        return self.tensors
+
+
+class _Copies:
+    """Copies to a GPU beside what it computes, from pinned memory held until they are done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._under_way: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
+
+    def start(self, tensors: list[Tensor]) -> _Ready:
+        while self._under_way and self._under_way[0][0].query():
+            self._under_way.popleft()
+        with torch.cuda.stream(self._stream):
+            there = [tensor.to(self._device, non_blocking=True) for tensor in tensors]
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        self._under_way.append((done, tensors))
+        return _Ready(there, done)
+
+
+def _pairs(deliveries: Iterator[_Delivery]) -> Iterator[tuple[_Delivery, _Delivery | None]]:
+    """Each with the one after it."""
+    now = next(deliveries, None)
+    while now is not None:
+        following = next(deliveries, None)
+        yield now, following
+        now = following

@@ -9,12 +9,26 @@ import numpy as np
 
 from graticule.data import cf
 from graticule.data import units as unit_table
-from graticule.data.sources import BlockReader, Piece
+from graticule.data.sources import Piece
 from graticule.data.times import TimeAxis, date_of
 from graticule.variables import Channel, Channels, Role
 
 logger = logging.getLogger(__name__)
 
+LEVEL_TOLERANCE = 0.01
+"""0.49 m is written for 0.494025 m; neighbouring levels of known sources are 5 % apart or more."""
+
+
+@dataclass(frozen=True)
+class ChosenLevels:
+    """must_exist: a level that is not there is an error, else it is left out."""
+
+    levels: tuple[float, ...]
+    must_exist: bool = True
+
+
+Levels = ChosenLevels | None
+"""None: all that a variable has."""
 GRID_TOLERANCE_DEGREES = 1e-4
 """Coordinates of two files that differ by less are the same: 3 x float32's spacing at 360."""
 
@@ -32,27 +46,21 @@ class Variable:
     channels: list[Channel]
     dates: dict[int, list[tuple[Piece, int]]] = field(default_factory=dict)
     """Seconds to the pieces that hold this time, and where in them."""
-    reader: BlockReader = field(default_factory=BlockReader)
 
-    def read(self, sources: Sequence[tuple[Piece, int]], into: np.ndarray) -> None:
-        """One time from all pieces that hold it; what two of them hold must be the same."""
-        given: list[Piece | None] = [None] * len(self.levels)
+    def planes(self, seconds: int, row: int) -> list[tuple[Piece, int, int]]:
+        """(piece, time, level) of every copy of the plane of `levels[row]` at one time."""
+        return self.copies(self.dates.get(seconds, []), row)
+
+    def copies(
+        self, sources: Sequence[tuple[Piece, int]], row: int
+    ) -> list[tuple[Piece, int, int]]:
+        """As `planes`, of the pieces and times given."""
+        found = []
         for piece, time in sources:
-            values = self.reader.read(piece, time, *self.convert)
-            for position, level in enumerate(piece.levels):
-                row = _position(level, self.levels)
-                if row is None:
-                    continue
-                other = given[row]
-                if other is None:
-                    into[row], given[row] = values[position], piece
-                elif not np.array_equal(into[row], values[position].astype(into.dtype),
-                                        equal_nan=True):  # fmt: skip
-                    both = " and ".join(sorted({other.path.name, piece.path.name}))
-                    raise ValueError(
-                        f"{piece.where(time)} occurs twice with different values (in {both});"
-                        " keep one of them"
-                    )
+            level = _position(self.levels[row], piece.levels)
+            if level is not None:
+                found.append((piece, time, level))
+        return found
 
 
 def plan_variables(
@@ -60,8 +68,12 @@ def plan_variables(
     variables: Sequence[str] | None,
     roles: dict[str, Role],
     units: dict[str, str],
+    levels: Levels = None,
 ) -> list[Variable]:
-    """The variables asked for, with units, levels and grid that agree among their pieces."""
+    """The variables asked for, with units, levels and grid that agree among their pieces.
+
+    levels: which of each variable's, if it has any; see `Levels`.
+    """
     by_name: dict[str, list[Piece]] = {}
     for piece in pieces:
         by_name.setdefault(piece.name, []).append(piece)
@@ -81,13 +93,18 @@ def plan_variables(
     for piece in pieces:
         _refuse_other_grid(piece, first)
     return [
-        _variable(name, by_name[name], texts, roles.get(name), units.get(name))
+        _variable(name, by_name[name], texts, roles.get(name), units.get(name), levels)
         for name, texts in asked.items()
     ]
 
 
 def _variable(
-    name: str, pieces: list[Piece], asked: Sequence[str], role: Role | None, unit: str | None
+    name: str,
+    pieces: list[Piece],
+    asked: Sequence[str],
+    role: Role | None,
+    unit: str | None,
+    chosen: Levels,
 ) -> Variable:
     head = pieces[0]
     for piece in pieces:
@@ -116,12 +133,40 @@ def _variable(
         )
         for level in levels
     ]  # fmt: skip
-    there = Channels(channels)
-    kept = [channels[i] for i in there.pick(asked)]
+    if chosen is not None and None not in levels:
+        kept_levels = _chosen(name, [level for level in levels if level is not None], chosen)
+        # `name@level` is meant as it is written.
+        asked = [f"{name}@{level:g}" for level in kept_levels] if asked == [name] else asked
+    kept = [channels[i] for i in Channels(channels).pick(asked)]
     return Variable(
         name, role or "prognostic", pieces, tuple(channel.level for channel in kept), units,
         convert, kept,
     )  # fmt: skip
+
+
+def _chosen(name: str, there: Sequence[float], chosen: "ChosenLevels") -> list[float]:
+    """The levels of a variable that lie nearest to those asked for."""
+    found: list[float] = []
+    for level in chosen.levels:
+        nearest = min(there, key=lambda other: abs(other - level))
+        if abs(nearest - level) > LEVEL_TOLERANCE * max(abs(level), abs(nearest)):
+            if chosen.must_exist:
+                shown = ", ".join(f"{other:g}" for other in there)
+                raise ValueError(
+                    f"{name} has no level {level:g} (nor one within {LEVEL_TOLERANCE:.0%});"
+                    f" there are {shown}"
+                )
+            continue
+        if nearest not in found:
+            found.append(nearest)
+    if not found:
+        return list(there)
+    if len(found) < len(there) and not chosen.must_exist:
+        logger.info(
+            "%s: %d of %d levels are taken, the source's usual ones (--levels all takes all)",
+            name, len(found), len(there),
+        )  # fmt: skip
+    return found
 
 
 def _units(name: str, source: str, asked: str | None) -> tuple[str, tuple[float, float]]:

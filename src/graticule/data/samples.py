@@ -14,6 +14,7 @@ import cftime
 import numpy as np
 
 from graticule.config import DataConfig
+from graticule.data.shards import Target
 from graticule.data.store import Store
 from graticule.variables import Channels, Role
 
@@ -88,11 +89,21 @@ class SampleSource:
     """The samples that a data configuration makes of a store.
 
     prognostic, forcing, diagnostic, predicted (prognostic then diagnostic): positions in the
-    store's channels. A channel that is not named is not read.
+    store's channels. A channel that is not named is not copied.
+    rows, columns: the part of the grid that is read, the whole of it by default; a stripe of
+    rows reads its own inner chunks only.
     """
 
-    def __init__(self, store: Store, config: DataConfig) -> None:
+    def __init__(
+        self,
+        store: Store,
+        config: DataConfig,
+        *,
+        rows: slice = slice(None),
+        columns: slice = slice(None),
+    ) -> None:
         self.store, self.config = store, config
+        self.rows, self.columns = store.extent(rows, columns)
         self.spec = SampleSpec.of(config)
         channels = store.channels
         if config.grid is not None and tuple(config.grid) != store.grid.shape:
@@ -118,15 +129,25 @@ class SampleSource:
                         store.path, role, role,
                     )  # fmt: skip
         taken = {c for picked in named.values() for c in picked}
+        everything = Channels([*channels, *store.statics])
+        absent = {everything.names[i] for i in everything.pick(config.without)}
         picked = {
-            role: named[role] or [c for c in channels.with_role(role) if c not in taken]
+            role: [
+                c
+                for c in named[role] or [c for c in channels.with_role(role) if c not in taken]
+                if channels.names[c] not in absent
+            ]
             for role in roles
         }
         self.prognostic, self.diagnostic, self.forcing = (picked[role] for role in roles)
         if not self.prognostic:
             raise ValueError(f"{store.path} has no prognostic channel: {channels!r}")
         self.predicted = self.prognostic + self.diagnostic
-        self.statics = store.statics.pick(config.static or store.statics.names)
+        self.statics = [
+            c
+            for c in store.statics.pick(config.static or store.statics.names)
+            if store.statics.names[c] not in absent
+        ]
 
     @property
     def predicted_channels(self) -> Channels:
@@ -214,6 +235,17 @@ class SampleSource:
     def sample(self, start: int, key: int = 0) -> Sample:
         return Sample(self, int(start), key)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(lat, lon) points of the part that is read."""
+        return len(self.rows), len(self.columns)
+
     def read(self, start: int, offsets: Sequence[int], channels: Sequence[int]) -> np.ndarray:
         """(offset, channel, lat, lon) stored numbers."""
-        return np.stack([self.store.read_stored(start + offset, channels) for offset in offsets])
+        planes = np.empty((len(offsets), len(channels), *self.shape), self.store.packing.dtype)
+        wanted = [
+            (start + offset, [Target(tuple(channels), out)])
+            for offset, out in zip(offsets, planes, strict=True)
+        ]
+        self.store.read_into(wanted, self.rows, self.columns)
+        return planes

@@ -1,12 +1,12 @@
 """Files as they come: open NetCDF or Zarr, find the variables on a latitude-longitude grid, and
-read one time of one of them as (level, lat, lon) north to south and east from [0, 360)."""
+read one plane of one of them, turned north to south and east from [0, 360)."""
 
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +15,31 @@ import xarray as xr
 import zarr
 
 from graticule.data import cf
+from graticule.data.known import OM4_LEVELS_M, Source, numbered
+from graticule.data.shardfile import LAND, NEVER_WRITTEN
 from graticule.data.times import date_of
 from graticule.data.units import canonical
 from graticule.grid import Grid
 
 logger = logging.getLogger(__name__)
 
-BLOCK_BYTES = 2**26
-"""Most bytes that are read at once where a source keeps many times in one chunk."""
+BLOCK_BYTES = 2**28
+"""Most bytes that are read at once where a source keeps many levels or times in one chunk."""
 
 
 @dataclass(eq=False)
 class Piece:
     """One variable in one source.
 
-    seconds: (time,) int64, None where the variable has no time. levels: as in the source, (None,)
-    where there are none. repeats: (n, 2) pairs of source columns that are the same meridian.
+    name: in the store. key: in the file. seconds: (time,) int64, None where the variable has no
+    time. levels: as in the source, (None,) where there are none. repeats: (n, 2) pairs of source
+    columns that are the same meridian. sea: (level or 1, lat, lon) bool in the source's order,
+    what the file's own mask says; None: there is none.
     """
 
     path: Path
     name: str
+    key: str
     variable: xr.Variable
     dims: dict[str, str]
     """Axis (`time`, `level`, `lat`, `lon`, `expver`) to this file's name of it."""
@@ -47,10 +52,11 @@ class Piece:
     lon_order: np.ndarray
     repeats: np.ndarray
     units: str
+    sea: np.ndarray | None = None
 
     def where(self, time: int) -> str:
         """`file: variable at date`, for messages."""
-        place = f"{self.path.name}: {self.name}"
+        place = f"{self.path.name}: {self.key}"
         if self.seconds is None:
             return place
         return f"{place} at {date_of(int(self.seconds[time]), self.calendar)}"
@@ -58,33 +64,43 @@ class Piece:
     def text(self, attribute: str) -> str:
         return str(self.variable.attrs.get(attribute, ""))
 
-    @property
-    def block_length(self) -> int:
-        """Times worth reading together: the source's chunk, as far as memory allows."""
-        if "time" not in self.dims:
+    def _chunk(self, axis: str) -> int:
+        if axis not in self.dims:
             return 1
-        chunk = self.variable.encoding.get("preferred_chunks", {}).get(self.dims["time"], 1)
-        step_bytes = self.variable.dtype.itemsize * self.variable.size
-        step_bytes //= max(self.variable.sizes[self.dims["time"]], 1)
-        return int(max(1, min(chunk, BLOCK_BYTES // max(step_bytes, 1))))
+        dim = self.dims[axis]
+        chunk = self.variable.encoding.get("preferred_chunks", {}).get(dim, 1)
+        return int(max(1, min(chunk, self.variable.sizes[dim])))
 
-    def read_raw(self, first: int, count: int) -> np.ndarray:
-        """(time, expver, level, lat, lon) stored numbers of `count` times, source order."""
+    def block_shape(self, most_bytes: int) -> tuple[int, int]:
+        """(times, levels) worth reading together: the source's chunks, as far as memory allows."""
+        rest = [self.dims[axis] for axis in ("time", "level") if axis in self.dims]
+        plane = self.variable.dtype.itemsize * int(
+            np.prod([size for dim, size in self.variable.sizes.items() if dim not in rest])
+        )
+        num_levels = len(self.levels)
+        times = min(self._chunk("time"), most_bytes // max(plane * num_levels, 1))
+        if times > 1:
+            return times, num_levels
+        return 1, int(max(1, min(self._chunk("level"), BLOCK_BYTES // max(plane, 1))))
+
+    def read_raw(self, times: slice, levels: slice) -> np.ndarray:
+        """(time, expver, level, lat, lon) stored numbers, source order."""
         chosen = self.variable
-        if "time" in self.dims:
-            chosen = chosen.isel({self.dims["time"]: slice(first, first + count)})
+        for axis, part in (("time", times), ("level", levels)):
+            if axis in self.dims:
+                chosen = chosen.isel({self.dims[axis]: part})
         try:
             values = np.asarray(chosen.values)
         except Exception as error:  # each library has errors of its own for damaged files
             raise ValueError(
-                f"{self.where(min(first, self.num_times - 1))} cannot be read:"
+                f"{self.where(min(times.start, self.num_times - 1))} cannot be read:"
                 f" {type(error).__name__}: {error}; the file is damaged, fetch it again"
             ) from error
         axes = ["time", "expver", "level", "lat", "lon"]
-        order = [self.variable.dims.index(self.dims[axis]) for axis in axes if axis in self.dims]
-        rest = [i for i in range(self.variable.ndim) if i not in order]  # all of size one
+        order = [chosen.dims.index(self.dims[axis]) for axis in axes if axis in self.dims]
+        rest = [i for i in range(chosen.ndim) if i not in order]  # all of size one
         values = values.transpose(*rest, *order)
-        sizes = [self.variable.sizes[self.dims[axis]] if axis in self.dims else 1
+        sizes = [chosen.sizes[self.dims[axis]] if axis in self.dims else 1
                  for axis in axes[1:]]  # fmt: skip
         return values.reshape(-1, *sizes)
 
@@ -92,57 +108,122 @@ class Piece:
     def num_times(self) -> int:
         return 1 if self.seconds is None else int(self.seconds.size)
 
-    def decoded(self, raw: np.ndarray, time: int, factor: float, offset: float) -> np.ndarray:
-        """(expver, level, lat, lon) stored numbers to (level, lat, lon) values, NaN where there
-        is none, in this piece's units times factor plus offset and in the source's order."""
-        return self._merge_expver(cf.decode(raw, self.variable.attrs, factor, offset), time)
+    @property
+    def own_packing(self) -> tuple[float, float] | None:
+        """(scale, offset) of numbers that int16 holds as they are; None: they are others."""
+        kind, size = self.variable.dtype.kind, self.variable.dtype.itemsize
+        unsigned = kind == "u" or self.text("_Unsigned").lower() == "true"
+        if kind not in "iu" or size > 2 or (unsigned and size > 1):
+            return None
+        return cf.packing_of(self.variable.attrs)
 
-    def oriented(self, field: np.ndarray) -> np.ndarray:
-        """(level, lat, lon) in the source's order to the store's, repeated meridians dropped."""
-        return field[:, self.lat_order][:, :, self.lon_order]
+    def codes(self, raw: np.ndarray, time: int, level: int) -> np.ndarray:
+        """(lat, lon) int16 of a plane's raw numbers (expver, lat, lon): the source's own, land and
+        missing values as the store's code. To be asked of a piece with `own_packing` only."""
+        if self.text("_Unsigned").lower() == "true" and raw.dtype.kind == "i":
+            raw = raw.view(raw.dtype.str.replace("i", "u"))
+        missing = np.zeros(raw.shape, bool)
+        for fill in cf.fill_values(self.variable.attrs, raw.dtype):
+            missing |= raw == fill
+        codes = raw.astype(np.int16)
+        taken = (codes <= NEVER_WRITTEN) & ~missing
+        if taken.any():
+            raise ValueError(
+                f"{self.where(time)} holds the stored number {codes[taken][0]} as a value, which"
+                " marks missing values in a store: its packing cannot be kept. Pass --packing"
+                " int16 (rounded anew over its range) or float32 (exact to 6e-8 of a value)"
+            )
+        codes[missing] = LAND
+        return self._at_sea(self._merge_expver(codes, codes == LAND, time), level, LAND)
 
-    def _merge_expver(self, decoded: np.ndarray, time: int) -> np.ndarray:
-        merged = decoded[0].copy()
-        for other in decoded[1:]:
-            have, new = np.isfinite(merged), np.isfinite(other)
-            clash = have & new & (merged != other)
+    def values(
+        self, raw: np.ndarray, time: int, level: int, factor: float, offset: float
+    ) -> np.ndarray:
+        """(lat, lon) values of a plane's raw numbers (expver, lat, lon), NaN where there is none,
+        in this piece's units times factor plus offset and in the source's order."""
+        decoded = cf.decode(raw, self.variable.attrs, factor, offset)
+        return self._at_sea(self._merge_expver(decoded, np.isnan(decoded), time), level, np.nan)
+
+    def _at_sea(self, plane: np.ndarray, level: int, absent: float) -> np.ndarray:
+        if self.sea is not None:
+            plane[~self.sea[min(level, len(self.sea) - 1)]] = absent
+        return plane
+
+    def _merge_expver(self, slices: np.ndarray, absent: np.ndarray, time: int) -> np.ndarray:
+        """One field of the slices of `expver`, each of which lacks what another has."""
+        merged, lacks = slices[0].copy(), absent[0]
+        for other, other_lacks in zip(slices[1:], absent[1:], strict=True):
+            clash = ~lacks & ~other_lacks & (merged != other)
             if clash.any():
                 raise ValueError(
                     f"{self.where(time)} has different values in two slices of expver"
                     f" ({int(clash.sum())} points); select one expver and ingest again"
                 )
-            merged = np.where(have, merged, other)
+            merged = np.where(lacks, other, merged)
+            lacks = lacks & other_lacks
         return merged
+
+    def place(self, plane: np.ndarray, into: np.ndarray) -> None:
+        """Copy (lat, lon) in the source's order to the store's, repeated meridians dropped."""
+        rows = plane[_as_slice(self.lat_order)]
+        cuts = np.flatnonzero(np.diff(self.lon_order) != 1) + 1
+        if cuts.size > 4:
+            into[...] = rows[:, self.lon_order]
+            return
+        # A globe that begins elsewhere is two runs of columns.
+        for run in np.split(np.arange(self.lon_order.size), cuts):
+            source = self.lon_order[run]
+            into[:, run[0] : run[-1] + 1] = rows[:, source[0] : source[-1] + 1]
+
+    def without_south_pole(self) -> "Piece":
+        """The same without its southernmost row. ValueError if that is not at the pole."""
+        if self.grid.lat[-1] > -90 + 1e-3:
+            raise ValueError(
+                f"{self.path.name}: the last row of {self.key} is at {self.grid.lat[-1]:g}, not at"
+                " the south pole: there is none to drop"
+            )
+        grid = Grid(self.grid.lat[:-1], self.grid.lon)
+        return replace(self, grid=grid, lat_order=self.lat_order[:-1])
+
+
+def _as_slice(order: np.ndarray) -> slice | np.ndarray:
+    """A run of indices up or down as a slice, which copies nothing."""
+    steps = np.diff(order)
+    if order.size > 1 and abs(steps[0]) == 1 and (steps == steps[0]).all():
+        stop = int(order[-1] + steps[0])
+        return slice(int(order[0]), None if stop < 0 else stop, int(steps[0]))
+    return order
 
 
 class BlockReader:
-    """Reads a variable's pieces time by time and keeps the block that was read last."""
+    """Reads a variable's pieces plane by plane and keeps the block that was read last.
 
-    def __init__(self) -> None:
-        self._piece: Piece | None = None
-        self._first = 0
+    most_bytes: of a block of several times; one of a single time is dropped after its last level.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self._held: tuple[Piece, int, int] | None = None
         self._block = np.empty(0)
-        self._warned = False
 
-    def read(self, piece: Piece, time: int, factor: float, offset: float) -> np.ndarray:
-        """(level, lat, lon) values of one time, times factor plus offset, in store order."""
-        if piece is not self._piece or not 0 <= time - self._first < len(self._block):
-            length = piece.block_length
-            # Blocks begin where the source's chunks do, so that none is decompressed twice.
-            first = time - time % length
-            self._block = piece.read_raw(first, length)
-            self._piece, self._first = piece, first
-        field = piece.decoded(self._block[time - self._first], time, factor, offset)
-        for repeated, kept in piece.repeats:
-            same = np.array_equal(field[..., repeated], field[..., kept], equal_nan=True)
-            if not same and not self._warned:
-                self._warned = True
-                logger.warning(
-                    "%s: the repeated meridian (column %d, again at %d) holds other values the"
-                    " second time; the first is kept here and at all times",
-                    piece.where(time), kept, repeated,
-                )  # fmt: skip
-        return piece.oriented(field)
+    def raw(self, piece: Piece, time: int, level: int) -> np.ndarray:
+        """(expver, lat, lon) stored numbers of one plane, source order."""
+        times, levels = piece.block_shape(self.most_bytes)
+        # Blocks begin where the source's chunks do, so that none is decompressed twice.
+        first, low = time - time % times, level - level % levels
+        if self._held != (piece, first, low):
+            self.drop()
+            self._block = piece.read_raw(slice(first, first + times), slice(low, low + levels))
+            self._held = (piece, first, low)
+        return self._block[time - first, :, level - low]
+
+    def drop(self) -> None:
+        self._held, self._block = None, np.empty(0)
+
+    def drop_single(self) -> None:
+        """Drop a block of one time, which is read to its end."""
+        if len(self._block) == 1:
+            self.drop()
 
 
 @contextmanager
@@ -175,7 +256,11 @@ def open_sources(paths: Sequence[Path]) -> Iterator[list[tuple[Path, xr.Dataset]
 
 
 def pieces_of(
-    path: Path, dataset: xr.Dataset, wanted: Sequence[str] | None, allow_missing_chunks: bool
+    path: Path,
+    dataset: xr.Dataset,
+    wanted: Sequence[str] | None,
+    allow_missing_chunks: bool,
+    source: Source,
 ) -> list[Piece]:
     """The gridded variables of one source; those in `wanted` only, if given.
 
@@ -184,54 +269,95 @@ def pieces_of(
     ValueError for a grid that is not latitude by longitude, a dimension without a meaning, and
     lost chunks of a Zarr source.
     """
-    variables = dataset.variables
+    variables: Any = dataset.variables
+    if path.is_dir():
+        variables = {name: _without_default_fill(path, str(name), variable)
+                     for name, variable in variables.items()}  # fmt: skip
     helpers = {str(dim) for dim in dataset.dims}
     for variable in variables.values():
         for attribute in ("bounds", "climatology", "coordinates", "grid_mapping", "edges"):
             helpers |= set(str(variable.attrs.get(attribute, "")).split())
     pieces = []
-    for name in sorted(map(str, variables)) if path.is_dir() else map(str, variables):
-        variable = variables[name]
+    straight: dict[tuple[str, str], Any] = {}
+    masks: dict[str, np.ndarray] = {}
+    for key in sorted(map(str, variables)) if path.is_dir() else map(str, variables):
+        variable = variables[key]
+        found = numbered(key) if source.numbered else None
+        name = key if found is None else found[0]
         if wanted is not None and name not in wanted:
             continue
-        if wanted is None and (name in helpers or variable.dtype.kind not in "iuf"):
+        if wanted is None and (key in helpers or variable.dtype.kind not in "iuf"):
             continue
         axes = {
             dim: cf.axis_of(dim, variables[dim].attrs if dim in variables else None)
             for dim in map(str, variable.dims)
         }
+        lat_lon = None
+        if not {"lat", "lon"} <= set(axes.values()):
+            lat_lon = _straight_positions(variable, variables, straight)
+            if lat_lon is not None:
+                axes |= {lat_lon[0]: "lat", lat_lon[1]: "lon"}
         dims = {str(axis): label for label, axis in axes.items() if axis is not None}
         if not {"lat", "lon"} <= set(dims):
             kind = cf.foreign_grid(variable, variables)
             if kind is not None:
                 raise ValueError(
-                    f"{path.name}: {name} is on a {kind}, not on a regular latitude-longitude one;"
+                    f"{path.name}: {key} is on a {kind}, not on a regular latitude-longitude one;"
                     " regrid it first, for instance with xESMF or `cdo remapbil`"
                 )
             if wanted is not None:
                 raise ValueError(
-                    f"{path.name}: {name} ({', '.join(map(str, variable.dims))}) has no latitude"
+                    f"{path.name}: {key} ({', '.join(map(str, variable.dims))}) has no latitude"
                     " and longitude dimensions"
                 )
-            logger.info("%s: %s has no latitude and longitude; left out", path.name, name)
+            logger.info("%s: %s has no latitude and longitude; left out", path.name, key)
             continue
         try:
-            piece = _piece(path, name, variable, variables, axes, dims)
+            piece = _piece(path, name, key, variable, variables, axes, dims, lat_lon, source)
+            if found is not None:
+                piece.levels, piece.level_units = _level_of(found, variables, source)
+            if source.numbered:
+                piece.sea = _own_mask(piece, found, variables, masks)
         except ValueError as error:
-            raise ValueError(f"{path.name}: {name}: {error}") from error
+            raise ValueError(f"{path.name}: {key}: {error}") from error
         if path.is_dir():
             _refuse_lost_chunks(piece, allow_missing_chunks)
         pieces.append(piece)
+    # By name thetao_10 comes before thetao_2.
+    if source.numbered:
+        pieces.sort(key=lambda piece: (numbered(piece.key) or ("", 0))[1])
     return pieces
+
+
+def _straight_positions(
+    variable: xr.Variable, variables: Mapping[Any, xr.Variable], known: dict[tuple[str, str], Any]
+) -> tuple[str, str, np.ndarray, np.ndarray] | None:
+    """(lat dim, lon dim, latitudes, longitudes) where two-dimensional positions are a regular
+    grid's; None where they are not, or there are none."""
+    names = cf.positions_over(variable, variables)
+    if names is None or any(len(variables[name].dims) != 2 for name in names):
+        return None
+    if names not in known:
+        dims = variables[names[0]].dims
+        straight = None
+        if variables[names[1]].dims == dims:
+            straight = cf.straightened(*(_coordinate(variables[name]) for name in names))
+        known[names] = straight and (
+            str(dims[straight[0]]), str(dims[1 - straight[0]]), straight[1], straight[2],
+        )  # fmt: skip
+    return known[names]
 
 
 def _piece(
     path: Path,
     name: str,
+    key: str,
     variable: xr.Variable,
     variables: Any,
     axes: dict[str, cf.Axis | None],
     dims: dict[str, str],
+    lat_lon: tuple[str, str, np.ndarray, np.ndarray] | None,
+    source: Source,
 ) -> Piece:
     known = [axis for axis in axes.values() if axis is not None]
     for axis in known:
@@ -244,12 +370,14 @@ def _piece(
                 f"dimension {dim} (size {variable.sizes[dim]}) is neither time, level, latitude"
                 " nor longitude; select one of its items first"
             )
-    for axis in ("lat", "lon"):
-        if dims[axis] not in variables:
-            raise ValueError(f"dimension {dims[axis]} has no coordinate values")
-    lat, lon, lat_order, lon_order, repeats = cf.horizontal_order(
-        _coordinate(variables[dims["lat"]]), _coordinate(variables[dims["lon"]])
-    )
+    if lat_lon is None:
+        for axis in ("lat", "lon"):
+            if dims[axis] not in variables:
+                raise ValueError(f"dimension {dims[axis]} has no coordinate values")
+        latitudes, longitudes = (_coordinate(variables[dims[axis]]) for axis in ("lat", "lon"))
+    else:
+        latitudes, longitudes = lat_lon[2:]
+    lat, lon, lat_order, lon_order, repeats = cf.horizontal_order(latitudes, longitudes)
     seconds, calendar = _times(variable, variables, dims)
     if seconds is None and "time" in dims:  # one item and no date: a static with a time dimension
         dims = {axis: dim for axis, dim in dims.items() if axis != "time"}
@@ -258,14 +386,64 @@ def _piece(
     if "level" in dims:
         if dims["level"] in variables:
             coordinate = variables[dims["level"]]
-            levels = tuple(float(level) for level in _coordinate(coordinate))
+            levels = tuple(_shortest(level) for level in _coordinate(coordinate))
             level_units = canonical(str(coordinate.attrs.get("units", "")))
+            level_units = level_units or source.level_units
         elif variable.sizes[dims["level"]] > 1:
             raise ValueError(f"dimension {dims['level']} has no coordinate values")
+    units = canonical(str(variable.attrs.get("units", "")))
+    if not units and name in source.units:
+        units = source.units[name]
+        logger.info("%s: %s gives no units; those of %s are %s", path.name, key, source.name, units)
     return Piece(
-        path, name, variable, dims, seconds, calendar, levels, level_units, Grid(lat, lon),
-        lat_order, lon_order, repeats, canonical(str(variable.attrs.get("units", ""))),
+        path, name, key, variable, dims, seconds, calendar, levels, level_units, Grid(lat, lon),
+        lat_order, lon_order, repeats, units,
     )  # fmt: skip
+
+
+def _level_of(
+    found: tuple[str, int], variables: Mapping[Any, xr.Variable], source: Source
+) -> tuple[tuple[float], str]:
+    """The level of an array such as `thetao_3`: the fourth of `lev`, or of OM4's own."""
+    there = _coordinate(variables["lev"]) if "lev" in variables else np.array(OM4_LEVELS_M)
+    levels = [_shortest(level) for level in there]
+    if found[1] >= len(levels):
+        raise ValueError(f"there is no level {found[1]}: lev has {len(levels)}")
+    return (levels[found[1]],), source.level_units
+
+
+def _own_mask(
+    piece: Piece,
+    found: tuple[str, int] | None,
+    variables: Mapping[Any, xr.Variable],
+    known: dict[str, np.ndarray],
+) -> np.ndarray | None:
+    """(level or 1, lat, lon) bool of the file's own masks: `mask_3` for level 3, else `mask`;
+    variables without levels have the surface's."""
+    names = [f"mask_{found[1]}" if found is not None else "mask_0", "mask"]
+    name = next((name for name in names if name in variables), None)
+    if name is None:
+        return None
+    if name not in known:
+        mask = variables[name]
+        order = [piece.dims[axis] for axis in ("lat", "lon")]
+        rest = [str(dim) for dim in mask.dims if dim not in order]
+        if not set(order) <= set(mask.dims) or len(rest) > 1:
+            raise ValueError(f"{name} ({', '.join(map(str, mask.dims))}) is no mask of its grid")
+        values = np.asarray(mask.transpose(*rest, *order).values).astype(np.float64)
+        known[name] = np.nan_to_num(values.reshape(-1, *values.shape[-2:])) != 0
+    planes = known[name]
+    if found is not None and len(planes) > found[1]:
+        return planes[found[1] : found[1] + 1]
+    # All levels only for a variable that has them all.
+    return planes if len(planes) == len(piece.levels) else planes[:1]
+
+
+def _shortest(level: float) -> float:
+    """A number kept in float32 as it was meant: 77.85385 m, not 77.8538513 m, so that a channel
+    has the same name whatever precision its files have."""
+    single = np.float32(level)
+    return float(str(single)) if single == level else float(level)
 
 
 def _coordinate(variable: xr.Variable) -> np.ndarray:
@@ -299,16 +477,33 @@ def _times(
     raise ValueError(f"dimension {dim} has no times in units such as `days since 2000-01-01`")
 
 
+def _without_default_fill(path: Path, key: str, variable: xr.Variable) -> xr.Variable:
+    """Without the 0 that Zarr v2 writes as a fill value where nobody chose one: rain is 0."""
+    if variable.attrs.get("_FillValue") is None or np.ravel(variable.attrs["_FillValue"])[0] != 0:
+        return variable
+    array = zarr.open_array(str(path), path=key, mode="r")
+    if array.metadata.zarr_format != 2 or "_FillValue" in dict(array.attrs):
+        return variable
+    changed = variable.copy(deep=False)
+    changed.attrs = {name: v for name, v in variable.attrs.items() if name != "_FillValue"}
+    return changed
+
+
 def _refuse_lost_chunks(piece: Piece, allowed: bool) -> None:
     """A chunk of a Zarr array that is not there reads as fill: find it by its key."""
-    array = zarr.open_array(str(piece.path), path=piece.name, mode="r")
+    array = zarr.open_array(str(piece.path), path=piece.key, mode="r")
     chunk = array.shards or array.chunks
     counts = [-(-size // part) for size, part in zip(array.shape, chunk, strict=True)]
-    folder = piece.path / piece.name
+    folder = piece.path / piece.key
+    there = {
+        os.path.relpath(os.path.join(place, file), folder)
+        for place, _, files in os.walk(folder)
+        for file in files
+    }
     lost = [
         index
         for index in itertools.product(*map(range, counts))
-        if not (folder / array.metadata.encode_chunk_key(index)).is_file()
+        if array.metadata.encode_chunk_key(index) not in there
     ]
     if not lost:
         return
@@ -323,8 +518,8 @@ def _refuse_lost_chunks(piece: Piece, allowed: bool) -> None:
         span = f", from {date_of(first, piece.calendar)} to {date_of(last, piece.calendar)}"
     key = array.metadata.encode_chunk_key(lost[0])
     text = (
-        f"{piece.path.name}: {piece.name} lacks {len(lost)} of {int(np.prod(counts))} chunks"
-        f"{span} (first {piece.name}/{key})"
+        f"{piece.path.name}: {piece.key} lacks {len(lost)} of {int(np.prod(counts))} chunks"
+        f"{span} (first {piece.key}/{key})"
     )
     if not allowed:
         raise ValueError(

@@ -13,8 +13,11 @@ channel) counts wet cells without a value at that time. `static` (static, lat, l
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import shutil
+import uuid
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,16 +27,20 @@ import zarr
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ShardingCodec
 
 from graticule.config import fingerprint
+from graticule.data.shardfile import LAND, ShardLayout, ShardWriter, file_digest
+from graticule.data.shardfile import NEVER_WRITTEN as NEVER_WRITTEN
+from graticule.data.shards import Job, Shards, Target, one_by_one
 from graticule.data.times import UNITS, TimeAxis
 from graticule.grid import Grid
 from graticule.variables import Channels
 
 FORMAT = "graticule store 1"
-LAND = -32768
-"""int16 code of land and missing values; NaN is the same for float32."""
-NEVER_WRITTEN = -32767
-"""int16 fill value of chunks that were not written; infinity is the same for float32."""
 LARGEST = 32766
+DIGESTS = "digests.json"
+"""Beside the arrays: SHA-256 of each step's stored numbers, as `shardfile.content_digest`."""
+_RECORDS = "records"
+"""While a store is being written: what is known of each finished step, masks, and whatever is not
+in its place yet. Gone when the store is complete, and with it what a killed process left."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +154,8 @@ class Store:
         if not attributes.get("complete", False):
             raise ValueError(
                 f"{self.path} is incomplete: the command that wrote it did not finish; delete it"
-                " and run that command again"
+                " and run that command again (`graticule data ingest`, run again as it was, goes"
+                " on with what is there)"
             )
         if "digests" not in attributes:
             raise ValueError(
@@ -168,11 +176,12 @@ class Store:
             else Packing(np.array(packing["scale"]), np.array(packing["offset"]))
         )
         try:
-            self._fields: Any = self._group["fields"]
+            fields: Any = self._group["fields"]
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"{self.path}: the array fields is lost or damaged ({error}); write the store again"
             ) from error
+        self.shards = Shards(fields, self.path, self.channels.names, self.times.date)
 
     def _small(self, name: str) -> np.ndarray:
         """An array beside `fields`, whole. A lost chunk would read as zeros: no sea, no holes."""
@@ -202,7 +211,7 @@ class Store:
     @cached_property
     def wet(self) -> np.ndarray:
         """(channel, lat, lon) bool."""
-        return self._small("wet").astype(bool)
+        return self._small("wet").astype(bool, copy=False)
 
     @cached_property
     def missing(self) -> np.ndarray:
@@ -215,46 +224,42 @@ class Store:
         channels: Sequence[int] | None = None,
         rows: slice = slice(None),
         out: np.ndarray | None = None,
+        *,
+        columns: slice = slice(None),
     ) -> np.ndarray:
         """(channel, lat, lon) numbers as they are on disk; ValueError for a lost or torn chunk."""
-        picked = list(range(len(self.channels))) if channels is None else list(channels)
-        if not 0 <= time < len(self.times):
-            raise IndexError(f"no time {time} in {self.path}: it has 0 to {len(self.times) - 1}")
-        here = range(*rows.indices(self.grid.shape[0]))
-        if not picked:
-            return np.empty((0, len(here), self.grid.shape[1]), self.packing.dtype)
-        first, last = min(picked), max(picked) + 1
-        try:
-            block = np.asarray(self._fields[time, first:last, rows, :])
-        except (OSError, ValueError, RuntimeError) as error:
-            name = self.channels.names[self._unreadable(time, range(first, last), rows)]
-            raise ValueError(
-                f"{self.path}: {name} at {self.times.date(time)} cannot be read, its file is"
-                f" damaged (shard {self.shard_path(time)}): {error}; write the store again"
-            ) from error
-        lost = block[:, :, 0] == (np.inf if self.packing.scale is None else NEVER_WRITTEN)
-        if lost.any():
-            channel, row = (int(i) for i in np.argwhere(lost)[0])
-            raise ValueError(
-                f"{self.path}: {self.channels.names[first + channel]} at {self.times.date(time)}"
-                f" was never written or is lost (shard {self.shard_path(time)}, from row"
-                f" {here[row]}); write the store again"
-            )
-        if picked != list(range(first, last)):
-            block = block[[position - first for position in picked]]
-        if out is not None:
-            out[...] = block
-            return out
-        return block
+        picked = range(len(self.channels)) if channels is None else channels
+        here, across = self.extent(rows, columns)
+        shape = (len(picked), len(here), len(across))
+        if out is None:
+            out = np.empty(shape, self.packing.dtype)
+        assert out.shape == shape, f"out is {out.shape}, what is read {shape}"
+        target = Target(tuple(int(channel) for channel in picked), out)
+        self.read_into([(time, [target])], here, across)
+        return out
 
-    def _unreadable(self, time: int, channels: range, rows: slice) -> int:
-        """The first of `channels` that cannot be read alone."""
-        for channel in channels:
-            try:
-                np.asarray(self._fields[time, channel, rows, :])
-            except (OSError, ValueError, RuntimeError):
-                return channel
-        return channels[0]
+    def extent(self, rows: slice, columns: slice) -> tuple[range, range]:
+        """The rows and columns of the grid that two slices name."""
+        height, width = self.grid.shape
+        here, across = range(height)[rows], range(width)[columns]
+        if here.step != 1 or across.step != 1:
+            raise ValueError(f"rows {rows} and columns {columns} must be contiguous: step 1")
+        return here, across
+
+    def read_into(
+        self,
+        wanted: Sequence[tuple[int, Sequence[Target]]],
+        rows: range,
+        columns: range,
+        run: Callable[[Sequence[Job]], None] = one_by_one,
+    ) -> None:
+        """Fill targets, (time, what is wanted of it) each; see `Shards.read`."""
+        for time, _ in wanted:
+            if not 0 <= time < len(self.times):
+                raise IndexError(
+                    f"no time {time} in {self.path}: it has 0 to {len(self.times) - 1}"
+                )
+        self.shards.read(wanted, rows, columns, run)
 
     def read(
         self, time: int, channels: Sequence[int] | None = None, rows: slice = slice(None)
@@ -271,13 +276,15 @@ class Store:
 
     def shard_path(self, time: int) -> Path:
         """The file that holds one time step."""
-        return self.path / "fields" / "c" / str(time) / "0" / "0" / "0"
+        return self.shards.path(time)
 
 
 class StoreWriter:
-    """A store being written, one time step at a time.
+    """A store being written, one time step at a time, by any number of processes.
 
-    The store counts as complete only after `finish()`; until then `Store` refuses it.
+    Steps are files of their own, so processes never share a chunk. Each finished step is recorded
+    with the digest of its file: whoever opens the same unfinished store with `resume` goes on from
+    there. The store counts as complete only after `finish()`; until then `Store` refuses it.
     """
 
     def __init__(
@@ -293,10 +300,13 @@ class StoreWriter:
         splits: dict[str, list[str]] | None = None,
         provenance: dict[str, Any] | None = None,
         inner_chunk: tuple[int, int] | None = None,
+        resume: bool = False,
     ) -> None:
-        """inner_chunk: (channels, rows) read together; default all channels x 32 rows."""
+        """inner_chunk: (channels, rows) read together; default all channels x 32 rows.
+        resume: go on with an unfinished store at `path`, which must be this very one."""
         self.path = Path(path)
-        if self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir())):
+        occupied = self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir()))
+        if occupied and not resume:
             raise ValueError(f"{self.path} exists already and is not overwritten; name another")
         self.channels, self.grid, self.times = channels, grid, times
         self.packing = packing or Packing()
@@ -323,34 +333,11 @@ class StoreWriter:
         chunk_channels, chunk_rows = inner_chunk or (len(channels), 32)
         if min(chunk_channels, chunk_rows) < 1:
             raise ValueError(f"inner_chunk={inner_chunk} must be at least 1 channel and 1 row")
-        chunk_rows, chunk_channels = min(chunk_rows, height), min(chunk_channels, len(channels))
-        packed = self.packing.scale is not None
-        group = zarr.open_group(str(self.path), mode="w", zarr_format=3)
-        self._group = group
-        compressor = BloscCodec(cname="lz4", shuffle="shuffle")
-        inner = (1, chunk_channels, chunk_rows, width)
-        shard = tuple(-(-n // c) * c for n, c in zip(
-            (1, len(channels), height, width), inner, strict=True))  # fmt: skip
-        self._fields = group.create_array(
-            "fields",
-            shape=(len(times), len(channels), height, width),
-            dtype=self.packing.dtype,
-            chunks=shard,
-            fill_value=NEVER_WRITTEN if packed else np.inf,
-            serializer=ShardingCodec(
-                chunk_shape=inner,
-                codecs=[BytesCodec(), compressor, Crc32cCodec()],
-                index_codecs=[BytesCodec(), Crc32cCodec()],
-            ),
-            compressors=None,
-            dimension_names=("time", "channel", "lat", "lon"),
+        self.layout = ShardLayout(
+            (len(channels), height, width),
+            (min(chunk_channels, len(channels)), min(chunk_rows, height)),
+            self.packing.dtype,
         )
-        self._small_digests: dict[str, str] = {}
-        self._put("time", times.seconds, ("time",), {"units": UNITS, "calendar": times.calendar})
-        self._put("lat", grid.lat, ("lat",), {"units": "degrees_north"})
-        self._put("lon", grid.lon, ("lon",), {"units": "degrees_east"})
-        if len(statics) and static_fields is not None:
-            self._put("static", static_fields, ("static", "lat", "lon"), {})
         self._description = {
             "format": FORMAT,
             "channels": channels.to_list(),
@@ -368,21 +355,74 @@ class StoreWriter:
             "splits": splits or {},
             "provenance": provenance or {},
         }
-        group.attrs.update({**self._description, "complete": False})
-        self._seen = np.zeros((len(channels), height, width), dtype=bool)
-        self._valid = np.full((len(times), len(channels)), -1, dtype=np.int64)
-        self._digests: dict[int, str] = {}
+        small: dict[str, tuple[np.ndarray, tuple[str, ...], dict[str, str]]] = {
+            "time": (times.seconds, ("time",), {"units": UNITS, "calendar": times.calendar}),
+            "lat": (grid.lat, ("lat",), {"units": "degrees_north"}),
+            "lon": (grid.lon, ("lon",), {"units": "degrees_east"}),
+        }
+        if len(statics) and static_fields is not None:
+            small["static"] = (static_fields, ("static", "lat", "lon"), {})
+        self._small_digests = {name: _digest(values) for name, (values, _, _) in small.items()}
+        self._complete = False
+        if occupied or not self._create(small):
+            self._go_on()
 
-    def _put(self, name: str, values: np.ndarray, dims: tuple[str, ...], attrs: dict) -> None:
-        array = self._group.create_array(name, data=values, dimension_names=dims)
-        array.attrs.update(attrs)
-        self._small_digests[name] = _digest(values)
+    def _create(self, small: dict[str, tuple[np.ndarray, tuple[str, ...], dict]]) -> bool:
+        """Make the empty store under a name of its own and rename it into place: of several
+        processes that begin at once one succeeds. False: another was first."""
+        path = self.path.parent.resolve() / f".{self.path.name}.{uuid.uuid4().hex}.part"
+        layout, inner = self.layout, (1, *self.layout.inner)
+        try:
+            group = zarr.open_group(str(path), mode="w", zarr_format=3)
+            group.create_array(
+                "fields",
+                shape=(len(self.times), *layout.shape),
+                dtype=layout.dtype,
+                chunks=(1, *layout.padded),
+                fill_value=layout.fill,
+                serializer=ShardingCodec(
+                    chunk_shape=inner,
+                    codecs=[
+                        BytesCodec(),
+                        BloscCodec(cname="lz4", shuffle="shuffle"),
+                        Crc32cCodec(),
+                    ],
+                    index_codecs=[BytesCodec(), Crc32cCodec()],
+                ),
+                compressors=None,
+                dimension_names=("time", "channel", "lat", "lon"),
+            )
+            for name, (values, dims, attributes) in small.items():
+                array = group.create_array(name, data=values, dimension_names=dims)
+                array.attrs.update(attributes)
+            begun: Any = {"digests": self._small_digests, "inner_chunk": list(layout.chunk)}
+            group.attrs.update({**self._description, "complete": False, "begun": begun})
+            (path / _RECORDS / "masks").mkdir(parents=True)
+            return _renamed(path, self.path)
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _go_on(self) -> None:
+        """ValueError unless the unfinished store that is there is the one described."""
+        attributes = read_attributes(self.path)
+        begun = attributes.get("begun")
+        if begun is None:
+            raise ValueError(f"{self.path} exists already and is not overwritten; name another")
+        ours = {**self._description, **self._small_digests, "inner_chunk": list(self.layout.chunk)}
+        theirs = {**attributes, **begun["digests"], "inner_chunk": begun["inner_chunk"]}
+        ours = json.loads(json.dumps(ours))
+        different = [key for key in ours if key != "provenance" and ours[key] != theirs.get(key)]
+        if different:
+            raise ValueError(
+                f"{self.path} was begun with other {', '.join(different)}; delete it to begin anew,"
+                " or name another"
+            )
 
     def write(self, time: int, fields: np.ndarray) -> None:
         """Pack, write and read back one step: (channel, lat, lon), NaN where there is no value."""
         if not 0 <= time < len(self.times):
             raise ValueError(f"time {time}: the store has times 0 to {len(self.times) - 1}")
-        if time in self._digests:
+        if self._complete or self._record(time).exists():
             raise ValueError(f"{self.path}: {self.times.date(time)} is written already")
         expected = (len(self.channels), *self.grid.shape)
         if fields.shape != expected:
@@ -390,41 +430,170 @@ class StoreWriter:
         if isinstance(fields, np.ma.MaskedArray):
             raise ValueError("fields are a masked array; give fields.filled(numpy.nan)")
         stored = self.packing.pack(fields, self.channels)
+        self.write_stored(time, (stored[group] for group in self.layout.groups))
+
+    def write_stored(self, time: int, groups: Iterable[np.ndarray], made_from: str = "") -> None:
+        """Write, read back and record one step that is packed already.
+
+        groups: (channel, lat, lon) stored numbers, as `layout.groups` cuts the channels; only one
+        is held at a time. made_from: kept with the record, see `finished`.
+        """
+        date = self.times.date(time)
         try:
-            self._fields[time] = stored
-            back = np.asarray(self._fields[time])
+            written = self._shards.write(
+                self.path / "fields" / "c" / str(time) / "0" / "0" / "0", groups, self._keep_mask,
+                self.path / _RECORDS,
+            )  # fmt: skip
+            write_json(self._record(time), {**asdict(written), "made_from": made_from})
         except OSError as error:
-            date = self.times.date(time)
             raise ValueError(f"{self.path}: cannot write {date}: {error}") from error
-        # Bytes, not values: NaN equals NaN here.
-        if back.tobytes() != stored.tobytes():
-            raise ValueError(f"{self.path}: {self.times.date(time)} reads back changed")
-        present = np.isfinite(fields)
-        self._seen |= present
-        self._valid[time] = present.sum((1, 2))
-        self._digests[time] = hashlib.sha256(stored.tobytes()).hexdigest()
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {date} {error}") from error
+
+    @cached_property
+    def _shards(self) -> ShardWriter:
+        return ShardWriter(self.layout)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes; each makes encoders of its own."""
+        return {key: value for key, value in self.__dict__.items() if key != "_shards"}
+
+    def _record(self, time: int) -> Path:
+        return self.path / _RECORDS / f"{time}.json"
+
+    def _keep_mask(self, bits: np.ndarray) -> str:
+        """Keep a mask once, however many channels and steps have it; the name to find it by."""
+        name = hashlib.sha256(bits.tobytes()).hexdigest()[:32]
+        path = self.path / _RECORDS / "masks" / name
+        if not path.exists():
+            part = self.path / _RECORDS / f"{uuid.uuid4().hex}.part"
+            try:
+                part.write_bytes(zlib.compress(bits.tobytes(), 1))
+                os.replace(part, path)
+            finally:
+                part.unlink(missing_ok=True)
+        return name
+
+    def finished(self, time: int) -> str | None:
+        """What a step was made from, if it is recorded and its file is, byte for byte, the
+        recorded one; else None."""
+        try:
+            record = json.loads(self._record(time).read_text())
+        except FileNotFoundError:
+            return None
+        shard = self.path / "fields" / "c" / str(time) / "0" / "0" / "0"
+        masks = (self.path / _RECORDS / "masks" / name for name in set(record["masks"]))
+        whole = (
+            shard.is_file()
+            and shard.stat().st_size == record["bytes"]
+            and all(mask.is_file() for mask in masks)
+            and file_digest(shard) == record["sha256"]
+        )
+        return record["made_from"] if whole else None
+
+    def unfinished(self) -> list[int]:
+        """Steps without a record; none of a complete store, whose records are gone."""
+        folder = self.path / _RECORDS
+        names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        left = [time for time in range(len(self.times)) if f"{time}.json" not in names]
+        return [] if left and read_attributes(self.path).get("complete") else left
 
     def finish(self) -> Store:
-        """Record the mask, what is missing and the fingerprint; the store is then complete."""
-        unwritten = np.flatnonzero(self._valid[:, 0] < 0)
-        if unwritten.size:
-            raise ValueError(
-                f"{self.path}: {unwritten.size} of {len(self.times)} times were not written,"
-                f" the first is {self.times.date(int(unwritten[0]))}"
-            )
-        empty = np.flatnonzero(~self._seen.any((1, 2)))
-        if empty.size:
-            raise ValueError(f"{self.channels.names[int(empty[0])]} holds no value at any time")
-        self._put("wet", self._seen, ("channel", "lat", "lon"), {})
-        self._put("missing", self._seen.sum((1, 2))[None] - self._valid, ("time", "channel"), {})
-        digest = fingerprint(
-            {**self._description, "data": [self._digests[t] for t in range(len(self.times))],
-             **self._small_digests}
-        )  # fmt: skip
-        self._group.attrs.update(
-            {"fingerprint": digest, "digests": self._small_digests, "complete": True}
-        )
+        """Record the mask, what is missing and the fingerprint; the store is then complete.
+
+        Several processes may finish at once: what they write is the same, and put in place whole.
+        """
+        if read_attributes(self.path).get("complete"):
+            return Store(self.path)
+        try:
+            self._finish()
+        except FileNotFoundError:
+            if not read_attributes(self.path).get("complete"):
+                raise
+            # Another process finished, and removed the records, meanwhile.
+        shutil.rmtree(self.path / _RECORDS, ignore_errors=True)
+        self._complete = True
         return Store(self.path)
+
+    def _finish(self) -> None:
+        left = self.unfinished()
+        if left:
+            raise ValueError(
+                f"{self.path}: {len(left)} of {len(self.times)} times were not written,"
+                f" the first is {self.times.date(left[0])}"
+            )
+        valid = np.zeros((len(self.times), len(self.channels)), np.int64)
+        contents: list[str] = []
+        masks: list[set[str]] = [set() for _ in self.channels]
+        for time in range(len(self.times)):
+            record = json.loads(self._record(time).read_text())
+            valid[time] = record["valid"]
+            contents.append(record["content"])
+            for seen, name in zip(masks, record["masks"], strict=True):
+                seen.add(name)
+        path = self.path / _RECORDS / f"{uuid.uuid4().hex}.part"
+        digests = dict(self._small_digests)
+        try:
+            digests["wet"] = self._write_wet(path, masks, valid)
+            digests["missing"] = _digest(valid)
+            for name in ("wet", "missing"):
+                _renamed(path / name, self.path / name)
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+        write_json(self.path / DIGESTS, contents)
+        digest = fingerprint({**self._description, "data": contents, **digests})
+        _set_attributes(self.path, {
+            **self._description, "fingerprint": digest, "digests": digests, "complete": True,
+        })  # fmt: skip
+
+    def _write_wet(self, path: Path, masks: Sequence[set[str]], valid: np.ndarray) -> str:
+        """Write `wet` and `missing` into a group at `path`, a channel at a time: all of them are
+        0.8 GB at 1/12 degree. Turns `valid` into `missing`; returns the digest of `wet`."""
+        height, width = self.grid.shape
+        group = zarr.open_group(str(path), mode="w", zarr_format=3)
+        array: Any = group.create_array(
+            "wet", shape=self.layout.shape, chunks=(1, height, width), dtype=bool,
+            dimension_names=("channel", "lat", "lon"), config={"write_empty_chunks": True},
+        )  # fmt: skip
+        digest = hashlib.sha256()
+        for channel, names in enumerate(masks):
+            seen = np.zeros(-(-height * width // 8), np.uint8)
+            for name in names:
+                packed = (self.path / _RECORDS / "masks" / name).read_bytes()
+                seen |= np.frombuffer(zlib.decompress(packed), np.uint8)
+            plane = np.unpackbits(seen, count=height * width).astype(bool).reshape(height, width)
+            if not plane.any():
+                raise ValueError(f"{self.channels.names[channel]} holds no value at any time")
+            array[channel] = plane
+            digest.update(plane.tobytes())
+            valid[:, channel] = plane.sum() - valid[:, channel]
+        group.create_array("missing", data=valid, dimension_names=("time", "channel"))
+        return digest.hexdigest()
+
+
+def read_attributes(path: Path) -> dict[str, Any]:
+    """Of a store, complete or not; {} where there is none."""
+    try:
+        values = json.loads((path / "zarr.json").read_text()).get("attributes", {})
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return values if values.get("format") == FORMAT else {}
+
+
+def _set_attributes(path: Path, attributes: dict[str, Any]) -> None:
+    file = path / "zarr.json"
+    write_json(file, {**json.loads(file.read_text()), "attributes": attributes})
+
+
+def _renamed(source: Path, target: Path) -> bool:
+    """Rename a folder to a name that is free or an empty folder's; False: it is neither."""
+    try:
+        os.rename(source, target)
+    except OSError:
+        if target.is_dir() and any(target.iterdir()):
+            return False
+        raise
+    return True
 
 
 def _digest(values: np.ndarray) -> str:

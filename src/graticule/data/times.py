@@ -86,7 +86,21 @@ class TimeAxis:
             joined = np.diff(self._month_numbers) == 1
         else:
             joined = np.diff(self.seconds) == self.step_seconds
+            for before in np.flatnonzero(np.diff(self.seconds) == self.step_seconds + 86400):
+                joined[before] = self._is_leap_step(self.date(int(before)))
         return np.concatenate([[0], np.cumsum(~joined)]).astype(np.int64)
+
+    def _is_leap_step(self, date: cftime.datetime) -> bool:
+        """Whether the step from `date` is the one that 29 February makes a day longer.
+
+        Five-day means at the same 73 dates of every year have such a step in leap years. Of daily
+        data it would be a missing day.
+        """
+        step = self.step_seconds
+        if step is None or step < 2 * 86400 or step % 86400 or not _has_leap_day(date):
+            return False
+        leap = date.replace(month=2, day=29, hour=0, minute=0, second=0, microsecond=0)
+        return seconds_of(date) < seconds_of(leap) + 86400 <= seconds_of(date) + step + 86400
 
     @property
     def nominal_step_seconds(self) -> float:
@@ -95,15 +109,34 @@ class TimeAxis:
 
     def advanced(self, index: int, steps: int) -> cftime.datetime:
         """The date `steps` steps after time `index`, whether or not the axis reaches it."""
-        if self.step_seconds is not None:
-            return date_of(int(self.seconds[index]) + steps * self.step_seconds, self.calendar)
         there = index + steps
         if 0 <= there < len(self) and self.segments[there] == self.segments[index]:
             return self.date(there)
+        if self.step_seconds is not None:
+            return self._regularly_advanced(index, steps)
         date = self.date(index)
         month = date.year * 12 + date.month - 1 + steps
         first = date.replace(day=1, year=month // 12, month=month % 12 + 1)
         return first.replace(day=min(date.day, first.daysinmonth))
+
+    def _regularly_advanced(self, index: int, steps: int) -> cftime.datetime:
+        seconds = int(self.seconds[index]) + steps * self.step_seconds  # type: ignore[operator]
+        if steps <= 0 or self.regular:
+            return date_of(seconds, self.calendar)
+        date = self.date(index)
+        for _ in range(steps):
+            step = self.step_seconds + 86400 * self._is_leap_step(date)  # type: ignore[operator]
+            date = date_of(seconds_of(date) + step, self.calendar)
+        return date
+
+    @cached_property
+    def regular(self) -> bool:
+        """Whether every step is equally long: not of months, nor of an axis with the same dates in
+        every year, where 29 February lengthens a step."""
+        if self.step_seconds is None:
+            return False
+        longer = np.diff(self.seconds) == self.step_seconds + 86400
+        return not (longer & (np.diff(self.segments) == 0)).any()
 
     def find(self, text: str) -> int:
         """Index of the time that `text` (ISO 8601) names; a whole day names its only time.
@@ -176,6 +209,10 @@ class TimeAxis:
             if offset in offsets:
                 good &= allowed[index]
         return starts[good]
+
+
+def _has_leap_day(date: cftime.datetime) -> bool:
+    return bool(date.replace(day=1, month=2).daysinmonth == 29) and date.calendar != "360_day"
 
 
 def date_of(seconds: int, calendar: str) -> cftime.datetime:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from graticule.config import Config, from_dict
 from graticule.recipes.demo import demo, demo_coast, demo_finetune, small, winds
+from graticule.recipes.ocean import ocean
 from graticule.recipes.wenhai import (
     wenhai_large,
     wenhai_medium,
@@ -24,6 +25,7 @@ RECIPES: dict[str, Callable[[], Config]] = {
         demo_coast,
         small,
         winds,
+        ocean,
         wenhai_small,
         wenhai_medium,
         wenhai_large,

@@ -14,7 +14,8 @@ from graticule.config import (
 
 def demo() -> Config:
     """One-step pretraining on the demo planet; the planet has no seasons, hence the climatology
-    of all times."""
+    of all times. Patch 4 costs 0.4 as much a step and gets the same RMSE in the same time, but its
+    forecasts show the patches by lead 5."""
     return Config(
         name="demo",
         data=DataConfig(store="data/planet.zarr", grid=(48, 96), prognostic=("u", "v", "h")),
@@ -22,7 +23,7 @@ def demo() -> Config:
             patch=2, sampling=2, width=64, depth=4, heads=4, window=(6, 6), norm_groups=8
         ),
         train=TrainConfig(
-            steps=300,
+            steps=500,
             batch=8,
             learning_rate=2e-3,
             final_learning_rate=1e-5,
@@ -40,12 +41,11 @@ def demo_finetune() -> Config:
     pretrain = demo()
     train = replace(
         pretrain.train,
-        steps=20,
+        steps=60,
         leads=4,
-        schedule="constant",
-        learning_rate=1e-4,
+        learning_rate=7e-4,
         warmup_steps=3,
-        ema_decay=0.9,
+        ema_decay=0.95,
         start_from="runs/demo/pretrain",
     )
     return replace(pretrain, name="demo-finetune", train=train)

@@ -3,12 +3,10 @@
 from dataclasses import replace
 
 from graticule.config import Config, DataConfig, ModelConfig, TrainConfig
+from graticule.data.known import WENHAI_DEPTHS_M
 
-# The 23 GLORYS12 levels down to 644 m that the Wenhai family predicts (m, rounded).
-DEPTHS_M = (
-    0.49, 2.65, 5.08, 7.93, 11.41, 15.81, 21.6, 29.44, 40.34, 55.76, 77.85, 92.32, 109.73,
-    130.67, 155.85, 186.13, 222.48, 266.04, 318.13, 380.21, 453.94, 541.09, 643.57,
-)  # fmt: skip
+# The 23 of GLORYS12's 50 depths, down to 644 m, that the Wenhai family predicts (m).
+DEPTHS_M = WENHAI_DEPTHS_M
 CHANNELS = (
     *(f"{name}@{depth:g}" for name in ("thetao", "so", "uo", "vo") for depth in DEPTHS_M),
     "zos",
