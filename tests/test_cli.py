@@ -101,10 +101,10 @@ def test_every_command_is_there() -> None:
     assert set(COMMANDS) == {
         "graticule",
         "graticule data",
-        *(f"graticule data {kind}" for kind in ("demo", "ingest", "check", "stats")),
+        *(f"graticule data {kind}" for kind in ("demo", "ocean", "ingest", "check", "stats")),
         *(
             f"graticule {name}"
-            for name in ("demo", "info", "train", "forecast", "evaluate", "bench")
+            for name in ("demo", "info", "train", "forecast", "evaluate", "report", "bench")
         ),
     }
 
@@ -174,7 +174,7 @@ def test_examples_of_info_run_as_they_stand(capsys: pytest.CaptureFixture[str]) 
         (["data", "ingest", "n.nc", "--out", "x", "--chunk", "3"], "write CHANNELS,ROWS"),
         (["forecast", "none"], "none holds no complete checkpoint"),
         (["evaluate", "none.zarr"], "none.zarr: no forecast there"),
-        (["bench", "stp"], "no bench 'stp'; there are step"),
+        (["bench", "stp"], "no bench 'stp'; there are loader, skill, step, store"),
         (["demo", "--set", "train.stepz=2"], "did you mean train.steps?"),
     ],
 )

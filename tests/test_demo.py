@@ -4,6 +4,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,7 +84,7 @@ def test_the_store_holds_what_the_planet_did_and_passes_the_check(store: Store) 
 def test_any_number_of_processes_writes_the_same_store_bit_for_bit(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo_module, "_num_cpus", lambda: 2)
+    monkeypatch.setattr(demo_module, "num_cpus", lambda: 2)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
     calls: list[tuple[int, int]] = []
@@ -283,34 +284,60 @@ def demo(
     return folder, said, summary
 
 
-STAGES = ["planet", "pretrain", "finetune", "forecast", "scores", "picture"]
+STAGES = ["planet", "pretrain", "finetune", "same-compute", "forecast", "scores", "report"]
+REFERENCES = ("pretrained", "same_compute", "persistence", "climatology")
 
 
 def test_the_demo_goes_the_whole_path_and_tells_what_came_of_it(
     demo: tuple[Path, list[str], dict[str, Any]],
 ) -> None:
     folder, said, summary = demo
-    assert said == [f"{stage}: begins" for stage in STAGES]
+    assert said[0].startswith("0 of 5 costly stages are there; the rest takes about ")
+    assert [text.partition(":")[0] for text in said[1:]] == STAGES
+    assert not any("used again" in text for text in said)
     out = folder / "out"
     written = json.loads((out / "summary.json").read_text())
     assert written == {key: value for key, value in summary.items() if key != "text"}
     assert written["leads"] == list(range(1, 11))
     assert written["lead_hours"] == [6.0 * lead for lead in range(1, 11)]
-    for name in ("rmse_model", "rmse_persistence", "rmse_climatology"):
-        assert len(written[name]) == 10
-        assert np.isfinite(written[name]).all()
+    for name in ("model", *REFERENCES):
+        assert len(written[f"rmse_{name}"]) == 10
+        assert np.isfinite(written[f"rmse_{name}"]).all()
     assert list(written["seconds"]) == STAGES
     assert all(seconds > 0 for seconds in written["seconds"].values())
     assert written["simulated_years_per_day"] > 0
     assert Path(written["picture"]).read_bytes()[:4] == b"\x89PNG"
+    assert "<h1" in Path(written["report"]).read_text()
     assert Path(written["checkpoint"]) == out / "finetune" / "checkpoints" / "step-00000003"
-    assert {"scores.csv", "scores.json"} <= {path.name for path in out.iterdir()}
     assert "RMSE over persistence's" in summary["text"]
-    # Fine-tuning began from the pretrained weights, on the same data and model.
-    config = json.loads((out / "finetune" / "config.json").read_text())
-    assert config["train"]["start_from"] == str(out / "pretrain")
-    assert config["model"]["width"] == 16
-    assert config["data"]["store"] == str(folder / "planet.zarr")
+    # The other two runs begin with the pretrained weights, on the same data and model.
+    for name in ("finetune", "same-compute"):
+        config = json.loads((out / name / "config.json").read_text())
+        assert config["train"]["start_from"] == str(out / "pretrain")
+        assert config["model"]["width"] == 16
+        assert config["data"]["store"] == str(folder / "planet.zarr")
+
+
+def test_the_figures_are_those_of_the_runs_forecasts(
+    demo: tuple[Path, list[str], dict[str, Any]],
+) -> None:
+    folder, _, summary = demo
+    names = {"model": "finetune", "pretrained": "pretrain", "same_compute": "same-compute"}
+    for figure, run in names.items():
+        scores = evaluate_forecast(folder / "out" / run / "forecast.zarr")
+        assert summary[f"rmse_{figure}"] == scores.normalised().tolist()
+        written = json.loads((folder / "out" / run / "forecast.scores.json").read_text())
+        assert written == json.loads(json.dumps(scores.to_dict()))
+    different = {tuple(summary[f"rmse_{figure}"]) for figure in names}
+    assert len(different) == 3
+
+
+def test_the_run_beside_has_the_same_number_of_model_applications() -> None:
+    tuning = recipe("demo-finetune").train
+    twin = whole_path.same_compute(tuning)
+    assert (twin.leads, twin.steps) == (1, tuning.steps * tuning.leads)
+    assert replace(twin, leads=tuning.leads, steps=tuning.steps,
+                   warmup_steps=tuning.warmup_steps) == tuning  # fmt: skip
 
 
 def test_a_second_demo_uses_what_is_there_and_keeps_its_figures(
@@ -321,12 +348,12 @@ def test_a_second_demo_uses_what_is_there_and_keeps_its_figures(
     again = run_demo(
         folder / "out", folder / "planet.zarr", settings=settings_of(), bar=quiet, say=said.append
     )
-    assert said == [f"{stage}: found, used again" for stage in STAGES[:4]] + [
-        f"{stage}: begins" for stage in STAGES[4:]
-    ]
-    for name in ("leads", "rmse_model", "checkpoint", "simulated_years_per_day"):
+    assert said[0].startswith("5 of 5 costly stages are there")
+    assert said[1:6] == [f"{stage}: found, used again" for stage in STAGES[:5]]
+    for name in ("leads", *(f"rmse_{name}" for name in ("model", *REFERENCES)), "checkpoint",
+                 "simulated_years_per_day"):  # fmt: skip
         assert again[name] == first[name]
-    for stage in STAGES[:4]:
+    for stage in STAGES[:5]:
         assert again["seconds"][stage] == first["seconds"][stage]
 
 
@@ -354,27 +381,43 @@ def test_a_demo_refuses_a_strange_forecast_and_takes_up_an_interrupted_one(
     demo: tuple[Path, list[str], dict[str, Any]], tmp_path: Path
 ) -> None:
     folder, out = demo[0], tmp_path / "out"
+    shutil.copytree(folder / "out", out)
+    for run in ("finetune", "same-compute"):
+        config = json.loads((out / run / "config.json").read_text())
+        config["train"]["start_from"] = str(out / "pretrain")
+        (out / run / "config.json").write_text(json.dumps(config))
 
     @contextmanager
     def interrupts(title: str, unit: str) -> Iterator[Callable[..., None]]:
         def advance(done: int, total: int, *_: Any) -> None:
-            if title == "forecasting" and done > total // 2:
+            if title == "forecasting with finetune" and done > total // 2:
                 raise KeyboardInterrupt
 
         yield advance
 
     def demo_with(bar: Any) -> dict[str, Any]:
         return run_demo(
-            out, folder / "planet.zarr", settings=settings_of(train__seed=2), bar=bar,
+            out, folder / "planet.zarr", settings=settings_of(), bar=bar,
             say=logging.getLogger(__name__).debug,
         )  # fmt: skip
 
-    out.mkdir()
-    (out / "forecast.zarr").symlink_to(folder / "out" / "forecast.zarr")
+    shutil.rmtree(out / "finetune" / "forecast.zarr")
+    (out / "finetune" / "forecast.zarr").symlink_to(out / "pretrain" / "forecast.zarr")
     with pytest.raises(ValueError, match="was made by other weights"):
         demo_with(quiet)
-    (out / "forecast.zarr").unlink()
+    (out / "finetune" / "forecast.zarr").unlink()
     with pytest.raises(KeyboardInterrupt):
         demo_with(interrupts)
-    assert not (out / "forecast.zarr").exists()
-    assert demo_with(quiet)["leads"] == list(range(1, 11))
+    assert not (out / "finetune" / "forecast.zarr").exists()
+    assert demo_with(quiet)["rmse_model"] == demo[2]["rmse_model"]
+
+
+def test_training_in_the_demo_takes_one_thread_and_gives_it_back() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with whole_path._one_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

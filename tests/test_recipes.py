@@ -9,7 +9,7 @@ from graticule.assemble import describe, shapes_of_config
 from graticule.config import DataConfig, from_dict, override
 from graticule.recipes import RECIPES, recipe
 
-SMALL = ("demo", "demo-finetune", "demo-coast", "small", "winds")
+SMALL = ("demo", "demo-finetune", "demo-coast", "small", "winds", "ocean")
 # Parameters of TERRA's Table V, billions.
 PUBLISHED = {"wenhai-small": 0.18, "wenhai-medium": 2.85, "wenhai-large": 11.4}
 

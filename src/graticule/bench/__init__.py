@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from graticule.bench import step
+from graticule.bench import loader, skill, step, store
 from graticule.bench.environment import environment
-from graticule.bench.rows import Row
+from graticule.bench.rows import Row, Setting
 
-__all__ = ["BENCHES", "Bench", "Row", "run"]
+__all__ = ["BENCHES", "Bench", "Row", "Setting", "run"]
 
 
 @dataclass(frozen=True)
@@ -16,15 +16,20 @@ class Bench:
     """A named measurement. title: what it measures, and against what."""
 
     title: str
-    rows: Callable[[Callable[[str], None]], list[Row]]
+    rows: Callable[[Setting], list[Row]]
 
 
-BENCHES = {"step": Bench(step.TITLE, step.rows)}
+BENCHES = {
+    "loader": Bench(loader.TITLE, loader.rows),
+    "skill": Bench(skill.TITLE, skill.rows),
+    "step": Bench(step.TITLE, step.rows),
+    "store": Bench(store.TITLE, store.rows),
+}
 
 
-def run(name: str, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """{"bench", "environment", "rows"}; ValueError lists the benches. say: told what goes on."""
+def run(name: str, setting: Setting | None = None) -> dict[str, Any]:
+    """{"bench", "environment", "rows"}; ValueError lists the benches."""
     if name not in BENCHES:
         raise ValueError(f"no bench {name!r}; there are {', '.join(BENCHES)}")
-    rows = BENCHES[name].rows(say)
+    rows = BENCHES[name].rows(setting or Setting())
     return {"bench": name, "environment": environment(), "rows": [asdict(row) for row in rows]}

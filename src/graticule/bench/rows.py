@@ -1,12 +1,40 @@
-"""The one form of a result."""
+"""The one form of a result, and what a bench is told."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+def _silent(*_: Any) -> None:
+    pass
+
+
+def _no_bar(title: str, unit: str) -> AbstractContextManager[Callable[..., None]]:
+    return nullcontext(_silent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What the command line says to a bench.
+
+    say: told what goes on. bar: (title, unit) -> progress bar.
+    out: folder for what a bench makes; none: a temporary one, or for a bench that goes on where
+    it was stopped a default of its own. seeds: of benches that train.
+    """
+
+    say: Callable[[str], None] = _silent
+    bar: Callable[[str, str], AbstractContextManager[Callable[..., None]]] = _no_bar
+    out: Path | None = None
+    seeds: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)
 class Row:
     """what: the row's name. ours, against: medians in `unit`. goal: the ratio that is wanted.
 
+    at_most: the goal is the largest ratio that holds (errors), not the least (rates).
     note: what a reader must know to trust the figures.
     """
 
@@ -16,9 +44,11 @@ class Row:
     goal: float
     unit: str = ""
     note: str = ""
+    at_most: bool = False
     ratio: float = field(init=False)
     holds: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", self.ours / self.against)
-        object.__setattr__(self, "holds", self.ratio >= self.goal)
+        holds = self.ratio <= self.goal if self.at_most else self.ratio >= self.goal
+        object.__setattr__(self, "holds", holds)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graticule.assemble import PRECISIONS, Shapes, build_model, describe
-from graticule.bench.rows import Row
+from graticule.bench.rows import Row, Setting
 from graticule.config import Config, ModelConfig, TrainConfig
 from graticule.model.layers import dense
 from graticule.train.loss import LossWeights
@@ -29,10 +29,10 @@ LONG_SECONDS = 20.0
 GRID, CHANNELS = (128, 256), 23
 
 
-def rows(say: Callable[[str], None]) -> list[Row]:
+def rows(setting: Setting) -> list[Row]:
     """One row per precision. FLOPs are the model's (2 per multiply-add, forward and gradients),
     whatever the kernels do; medians of runs in turn, so that both meet the same machine."""
-    return [_row(precision, say) for precision in GOALS]
+    return [_row(precision, setting.say) for precision in GOALS]
 
 
 def _row(precision: str, say: Callable[[str], None]) -> Row:

@@ -2,8 +2,9 @@
 
 import argparse
 import os
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from graticule.cli.output import Bar, by, print_result, print_store, say
 
@@ -36,6 +37,20 @@ def run_data_demo(options: argparse.Namespace) -> int:
     return 0
 
 
+def run_data_ocean(options: argparse.Namespace) -> int:
+    from graticule.data.basin import Ocean
+    from graticule.data.demo import write_ocean_store
+
+    ocean = Ocean(
+        num_lat=options.lat, num_lon=options.lon, num_years=options.years, seed=options.seed,
+        calendar=options.calendar, max_speed=options.max_speed, dt_seconds=options.dt_seconds,
+    )  # fmt: skip
+    with Bar("simulating", "dates") as bar:
+        store = write_ocean_store(options.out, ocean, workers=options.workers, progress=bar)
+    print_store(options, store)
+    return 0
+
+
 def run_data_ingest(options: argparse.Namespace) -> int:
     from graticule.data.ingest import ingest
     from graticule.data.statistics import compute
@@ -52,16 +67,27 @@ def run_data_ingest(options: argparse.Namespace) -> int:
         store = ingest(
             [Path(source) for source in options.sources],
             Path(options.out),
+            source=options.source,
             variables=_names(options.variables) or None,
+            levels=_levels(options.levels),
             roles=roles,
             units=dict(_pair(unit) for unit in options.units),
             packing=options.packing,
             inner_chunk=_chunk(options.chunk),
             splits=splits,
             time=options.time,
+            drop_south_pole=options.drop_south_pole,
             allow_missing_chunks=options.allow_missing_chunks,
+            workers=options.workers,
+            part=_part(options.part),
             progress=bar,
         )
+    if store is None:
+        print_result(
+            options, {"store": options.out, "part": options.part, "complete": False},
+            lambda: f"{options.out}: part {options.part} is written, others are not yet",
+        )  # fmt: skip
+        return 0
     if "train" in splits:
         with Bar("statistics", "times") as bar:
             compute(store, store.times.within(splits["train"]).nonzero()[0], bar).save(store)
@@ -73,8 +99,9 @@ def run_data_check(options: argparse.Namespace) -> int:
     from graticule.data.check import check
     from graticule.data.store import Store
 
+    policies: Any = dict(_pair(pair, "--policy") for pair in _names(options.policy))
     with Bar("checking", "times") as bar:
-        report = check(Store(options.store), progress=bar)
+        report = check(Store(options.store), policies=policies, progress=bar)
     print_result(options, report.to_json(), lambda: "\n".join(report.lines()))
     return 0 if report.ok else 1
 
@@ -127,8 +154,10 @@ def run_info(options: argparse.Namespace) -> int:
 
 
 def run_train(options: argparse.Namespace) -> int:
+    from graticule.tasks import record_stage
+    from graticule.train.profile import describe, read_profile
     from graticule.train.progress import read_metrics
-    from graticule.train.trainer import train
+    from graticule.train.trainer import Stopped, train
 
     config = _config(options)
     out = Path(options.out or f"runs/{config.name}")
@@ -136,7 +165,16 @@ def run_train(options: argparse.Namespace) -> int:
         config = _resumed(out, config, options.set)
     with Bar(f"training {config.name}", "steps") as bar:
         device = _device(options.device)
-        last = train(config, out, resume=options.resume, device=device, progress=bar)
+        began = time.perf_counter()
+        try:
+            last = train(
+                config, out, resume=options.resume, device=device, progress=bar,
+                profile=options.profile,
+            )  # fmt: skip
+        except Stopped:
+            record_stage(out, "train", time.perf_counter() - began)
+            raise
+    record_stage(out, "train", time.perf_counter() - began)
     # A finished run that is resumed has nothing to add; its lines may even be gone.
     line = (read_metrics(out) or [{}])[-1]
     values = {"run": str(out), "checkpoint": str(last), **line}
@@ -145,12 +183,16 @@ def run_train(options: argparse.Namespace) -> int:
         for name in ("loss", "validation_loss")
         if name in line
     )
-    print_result(options, values, lambda: f"{last}: {told or 'done'}")
+    text = f"{last}: {told or 'done'}"
+    if options.profile is not None:
+        values["profile"] = read_profile(out)
+        text = f"{describe(values['profile'])}\n\n{text}"
+    print_result(options, values, lambda: text)
     return 0
 
 
 def run_forecast(options: argparse.Namespace) -> int:
-    from graticule.tasks import forecast_from_run
+    from graticule.tasks import forecast_from_run, record_stage
 
     with Bar("forecasting", "leads") as bar:
         result = forecast_from_run(
@@ -161,6 +203,7 @@ def run_forecast(options: argparse.Namespace) -> int:
             device=_device(options.device),
             progress=bar,
         )
+    record_stage(Path(result["forecast"]).parent, "forecast", result["seconds"])
     print_result(
         options,
         result,
@@ -173,34 +216,68 @@ def run_forecast(options: argparse.Namespace) -> int:
 
 
 def run_evaluate(options: argparse.Namespace) -> int:
-    from graticule.tasks import evaluate_forecast
+    from graticule.tasks import evaluate_forecast, record_stage
 
     base = Path(options.out or Path(options.forecast).with_suffix(".scores"))
     csv, json = (base.with_name(base.name + suffix) for suffix in (".csv", ".json"))
+    spectra = base.with_name(base.name.removesuffix(".scores") + ".spectra.nc")
     if not os.access(base.parent, os.W_OK):
         raise ValueError(
             f"{base.parent} permission denied, or no such folder; name another with --out"
         )
-    for path in (csv, json):
+    for path in (csv, json, spectra):
         if path.exists() and not options.force:  # before hours of reading
             raise ValueError(f"{path} exists already: name others with --out, or give --force")
+    began = time.perf_counter()
     with Bar("scoring", "fields") as bar:
         scores = evaluate_forecast(
             Path(options.forecast), store=options.store, settings=options.set, progress=bar
         )
     scores.write_csv(csv, force=options.force)
     scores.write_json(json, force=options.force)
+    scores.write_spectra(spectra, force=options.force)
+    record_stage(base.parent, "evaluate", time.perf_counter() - began)
     print_result(options, scores.to_dict(), scores.table)
     return 0
 
 
-def run_bench(options: argparse.Namespace) -> int:
-    from graticule.bench import run
+def run_report(options: argparse.Namespace) -> int:
+    from graticule.tasks import report_run
 
-    result = run(options.name, say)
+    result = report_run(
+        Path(options.run_folder),
+        Path(options.out) if options.out else None,
+        forecast_path=Path(options.forecast) if options.forecast else None,
+        store=options.store,
+        compare=options.compare,
+        channels=_names(options.channel),
+        init=options.init,
+        force=options.force,
+        bar=Bar,
+    )
+    text = [
+        f"{result['report']}: {len(result['sections'])} sections, {len(result['pictures'])}"
+        f" pictures, {result['bytes'] / 1e6:.1f} MB",
+        *(f"  {warning}" for warning in result["warnings"]),
+    ]
+    print_result(options, result, lambda: "\n".join(text))
+    return 0
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    from graticule.bench import Setting, run
+
+    setting = Setting(
+        say=say,
+        bar=Bar,
+        out=Path(options.out) if options.out else None,
+        seeds=tuple(range(options.seeds)) if options.seed is None else (options.seed,),
+    )
+    result = run(options.name, setting)
     lines = [
         f"{row['what']:12} ours {row['ours']:10.4g}  against {row['against']:10.4g} {row['unit']}"
-        f"  ratio {row['ratio']:.3f}  goal {row['goal']:g}  {'holds' if row['holds'] else 'missed'}"
+        f"  ratio {row['ratio']:.3f}  goal {'<=' if row['at_most'] else '>='} {row['goal']:g}"
+        f"  {'holds' if row['holds'] else 'missed'}"
         f"\n             {row['note']}"
         for row in result["rows"]
     ]
@@ -246,11 +323,42 @@ def _names(text: str | None) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()] if text else []
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _pair(text: str, option: str = "--units") -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise ValueError(f"--units {text}: write VARIABLE=UNITS")
+        what = "VARIABLE=UNITS" if option == "--units" else "FAULT=POLICY"
+        raise ValueError(f"{option} {text}: write {what}")
     return name, value
+
+
+def _levels(text: str | None) -> list[float] | Literal["all"] | None:
+    """Numbers, `all`, or the levels of a recipe's channels."""
+    from graticule.recipes import RECIPES, recipe
+
+    if text is None or text == "all":
+        return text  # type: ignore[return-value]
+    if text in RECIPES or text.endswith(".json"):
+        data = recipe(text).data
+        channels = (*data.prognostic, *data.diagnostic, *data.forcing)
+        levels = [float(name.split("@")[1]) for name in channels if "@" in name]
+        if not levels:
+            raise ValueError(f"--levels {text}: no channel of this recipe has a level")
+        return list(dict.fromkeys(levels))
+    try:
+        return [float(part) for part in _names(text)]
+    except ValueError:
+        raise ValueError(
+            f"--levels {text}: write numbers a,b,c, `all`, or a recipe ({', '.join(RECIPES)})"
+        ) from None
+
+
+def _part(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    part, slash, parts = text.partition("/")
+    if not (slash and part.isdigit() and parts.isdigit()):
+        raise ValueError(f"--part {text}: write I/N, for instance 1/32")
+    return int(part), int(parts)
 
 
 def _chunk(text: str | None) -> tuple[int, int] | None:

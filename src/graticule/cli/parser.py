@@ -88,25 +88,66 @@ def build_parser() -> Parser:
     planet.add_argument("--seed", type=int, default=0)
     planet.add_argument("--workers", type=int, help="processes (default: one a core)")
 
+    ocean = add(
+        kinds, "ocean", commands.run_data_ocean,
+        "Simulate the forced ocean (tracers in a known flow) into a store.",
+        ("graticule data ocean", "graticule data ocean --calendar julian --years 20",
+         "graticule data ocean --lat 24 --lon 48 --years 3 --out data/small-ocean.zarr"),
+    )  # fmt: skip
+    ocean.add_argument("--out", default="data/ocean.zarr", help="the store; never overwritten")
+    ocean.add_argument("--years", type=int, default=10, help="of 73 five-day steps")
+    ocean.add_argument("--calendar", choices=("noleap", "julian"), default="noleap",
+                       help="julian: one six-day step in leap years")  # fmt: skip
+    ocean.add_argument("--lat", type=int, default=48)
+    ocean.add_argument("--lon", type=int, default=96)
+    ocean.add_argument("--max-speed", type=float, default=1.0, metavar="M/S", help="of the flow")
+    ocean.add_argument("--dt-seconds", type=float, default=43200, metavar="SECONDS",
+                       help="step of the scheme; must divide a day")  # fmt: skip
+    ocean.add_argument("--seed", type=int, default=0)
+    ocean.add_argument("--workers", type=int, help="processes (default: one a core)")
+
     ingest = add(
         kinds, "ingest", commands.run_data_ingest,
         "Bring NetCDF or Zarr fields on a latitude-longitude grid into a store.",
         ("graticule data ingest monthly_navy_winds.cdf --out data/winds.zarr --variables"
          " UWND,VWND --train 1982/1989 --validation 1990 --test 1991/1992",
          "graticule data ingest levitus_climatology.cdf --out data/levitus.zarr --time 1994-01-01",
-         "graticule data ingest day1.nc day2.nc --out data/ocean.zarr --packing int16"
-         " --forcing u10,v10"),
+         "graticule data ingest glorys/*.nc --out data/glorys.zarr --levels wenhai-small"
+         " --workers 8 --train 1993/2018",
+         "graticule data ingest era5.zarr --out data/era5.zarr --drop-south-pole"
+         " --part $SLURM_ARRAY_TASK_ID/32"),
     )  # fmt: skip
     ingest.add_argument("sources", nargs="+", metavar="FILE")
-    ingest.add_argument("--out", required=True, help="the store to write; never overwritten")
-    ingest.add_argument("--variables", help="names to take, in order: a,b,c (default: all)")
+    ingest.add_argument(
+        "--out", required=True, help="the store to write or, by the same command, to go on with"
+    )
+    ingest.add_argument(
+        "--source", choices=("auto", "glorys12", "era5", "om4", "cf"), default="auto",
+        help="what the files are (default: recognised)",
+    )  # fmt: skip
+    ingest.add_argument(
+        "--variables", help="names to take, in order: a,b@level,c (default: the source's)"
+    )
+    ingest.add_argument(
+        "--levels", help="a,b,c (to 1 %%), all, or those of a recipe (default: the source's)"
+    )
     for role in ("forcing", "static", "diagnostic"):
         ingest.add_argument(f"--{role}", help=f"variables that are {role}: a,b")
     ingest.add_argument("--units", action="append", default=[], metavar="VARIABLE=UNITS",
                         help="convert a variable, for instance thetao=degC")  # fmt: skip
-    ingest.add_argument("--packing", choices=("float32", "int16"), default="float32")
+    ingest.add_argument(
+        "--packing", choices=("source", "float32", "int16"), default="source",
+        help="source (default): the files' own int16 as they are, float32 where there are others;"
+        " int16: others are rounded over their range, for which all is read twice",
+    )  # fmt: skip
     ingest.add_argument("--chunk", metavar="CHANNELS,ROWS", help="what is read together")
     ingest.add_argument("--time", help="the date of fields without one")
+    ingest.add_argument("--drop-south-pole", action="store_true",
+                        help="leave the row at 90 S out: 721 rows become 720")  # fmt: skip
+    ingest.add_argument("--workers", type=int, default=1, help="processes (default 1)")
+    ingest.add_argument(
+        "--part", metavar="I/N", help="write part I (1 to N) of the times; the last to end finishes"
+    )
     ingest.add_argument("--allow-missing-chunks", action="store_true",
                         help="take absent chunks of a Zarr source for fill values")  # fmt: skip
     for split in ("train", "validation", "test"):
@@ -115,9 +156,14 @@ def build_parser() -> Parser:
     check = add(
         kinds, "check", commands.run_data_check,
         "Check times, gaps, holes, ranges, lost chunks and statistics; exit code 1 on errors.",
-        ("graticule data check data/planet.zarr", "graticule data check data/winds.zarr --json"),
+        ("graticule data check data/planet.zarr", "graticule data check data/winds.zarr --json",
+         "graticule data check data/ocean.zarr --policy gap=error,hole=error"),
     )  # fmt: skip
     check.add_argument("store")
+    check.add_argument(
+        "--policy", metavar="FAULT=POLICY[,...]",
+        help="error or drop-window, for gap and hole (default: drop-window)",
+    )  # fmt: skip
     stats = add(
         kinds, "stats", commands.run_data_stats,
         "Compute means and standard deviations over the training times.",
@@ -141,13 +187,16 @@ def build_parser() -> Parser:
         top, "train", commands.run_train, "Train or fine-tune.",
         ("graticule train demo --out runs/first",
          "graticule train demo --out runs/first --resume --set train.steps=400",
-         "graticule train demo-finetune --set train.start_from=runs/first --out runs/tuned"),
+         "graticule train demo-finetune --set train.start_from=runs/first --out runs/tuned",
+         "graticule train demo --profile 5 --set train.steps=12 --out runs/profiled"),
         sets=True,
     )  # fmt: skip
     train.add_argument("recipe", metavar="RECIPE", help="a name, or a run's config.json")
     train.add_argument("--out", help="folder of the run (default runs/RECIPE)")
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     train.add_argument("--device", help="of torch (default: a GPU if there is one)")
+    train.add_argument("--profile", type=int, metavar="N",
+                       help="show where the time and memory of N steps went")  # fmt: skip
 
     forecast = add(
         top, "forecast", commands.run_forecast, "Forecast from initial times of the run's store.",
@@ -178,9 +227,33 @@ def build_parser() -> Parser:
     evaluate.add_argument("--out", help="name of the .csv and .json (default FORECAST.scores)")
     evaluate.add_argument("--force", action="store_true", help="write over earlier scores")
 
+    report = add(
+        top, "report", commands.run_report,
+        "One HTML file on a run: what ran, losses, scores, spectra, maps, time, memory.",
+        ("graticule report runs/first", "graticule report runs/tuned --compare"
+         " pretrained=runs/first --out tuned.html",
+         "graticule report runs/first --channel u,h --init 2001-12-10T06"),
+    )  # fmt: skip
+    report.add_argument("run_folder", metavar="RUN",
+                        help="a run's folder, or one with a report.json")  # fmt: skip
+    report.add_argument("--out", metavar="FILE", help="default RUN/report.html")
+    report.add_argument("--forecast", metavar="PATH", help="default RUN/forecast.zarr")
+    report.add_argument("--store", help="the truth, if it is no longer where it was")
+    report.add_argument("--compare", action="append", default=[], metavar="LABEL=RUN",
+                        help="another run's scores beside this one's; may be repeated")  # fmt: skip
+    report.add_argument("--channel", metavar="A,B",
+                        help="channels with maps and spectra (default: four at most)")  # fmt: skip
+    report.add_argument("--init", metavar="DATE", help="initial time of the maps (default: first)")
+    report.add_argument("--force", action="store_true",
+                        help="score again, in place of the scores that are there")  # fmt: skip
+
     bench = add(
         top, "bench", commands.run_bench, "Measure: ours and a named baseline from one run.",
-        ("graticule bench step", "graticule bench step --json"),
+        ("graticule bench step --json", "graticule bench loader",
+         "graticule bench skill --seeds 3 --out runs/bench-skill"),
     )  # fmt: skip
     bench.add_argument("name", metavar="NAME")
+    bench.add_argument("--out", help="folder for what a bench makes; one that trains goes on there")
+    bench.add_argument("--seeds", type=int, default=1, help="how many seeds a bench trains with")
+    bench.add_argument("--seed", type=int, help="only this one seed")
     return parser

@@ -107,7 +107,7 @@ def forecast(
             init_times=[times.date(start) for start in starts],
             valid_times=np.array(valid, dtype=object),
             nominal_step_seconds=times.nominal_step_seconds * stride,
-            regular=times.step_seconds is not None,
+            regular=times.regular,
             attributes=attributes,
             inputs=[store.path, *inputs],
         ) as writer,
