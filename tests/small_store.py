@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from graticule.data.store import Packing, Store, StoreWriter
+from graticule.data.store import Packing, Store
 from graticule.data.times import TimeAxis
+from graticule.data.writer import StoreWriter
 from graticule.grid import Grid
 from graticule.variables import Channel, Channels
 

@@ -7,8 +7,9 @@ import cftime
 import numpy as np
 import pytest
 
-from graticule.data.store import Store, StoreWriter
+from graticule.data.store import Store
 from graticule.data.times import TimeAxis, seconds_of
+from graticule.data.writer import StoreWriter
 from graticule.evaluate import Climatology
 from graticule.grid import Grid
 from graticule.variables import Channel, Channels

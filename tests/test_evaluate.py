@@ -12,8 +12,9 @@ import cftime
 import numpy as np
 import pytest
 
-from graticule.data.store import Store, StoreWriter
+from graticule.data.store import Store
 from graticule.data.times import TimeAxis, seconds_of
+from graticule.data.writer import StoreWriter
 from graticule.evaluate import Scores, Spectra, Sums, evaluate, pair_sums
 from graticule.forecast.writer import ForecastWriter
 from graticule.grid import Grid

@@ -15,8 +15,9 @@ from graticule.assemble import build_model, shapes_of
 from graticule.config import Config, DataConfig, ForecastConfig, ModelConfig, TrainConfig
 from graticule.data.samples import SampleSource
 from graticule.data.statistics import Statistics, compute
-from graticule.data.store import Store, StoreWriter
+from graticule.data.store import Store
 from graticule.data.times import TimeAxis
+from graticule.data.writer import StoreWriter
 from graticule.evaluate import evaluate
 from graticule.forecast import run as run_module
 from graticule.forecast.reader import open_forecast

@@ -13,8 +13,9 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from graticule.data.store import Store, StoreWriter
+from graticule.data.store import Store
 from graticule.data.times import TimeAxis
+from graticule.data.writer import StoreWriter
 from graticule.forecast.writer import ForecastWriter
 from graticule.grid import Grid
 from graticule.report import maps

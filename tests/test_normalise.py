@@ -10,8 +10,9 @@ import torch
 from graticule.data import normalise
 from graticule.data.normalise import Normaliser, normalised_statics
 from graticule.data.statistics import compute
-from graticule.data.store import LAND, Packing, Store, StoreWriter
+from graticule.data.store import LAND, Packing, Store
 from graticule.data.times import TimeAxis
+from graticule.data.writer import StoreWriter
 from graticule.variables import Channel, Channels
 from small_store import DAY, FIRST_DAY, field, small_grid, write_store
 

@@ -9,8 +9,9 @@ import pytest
 
 from graticule.data.ingest import ingest
 from graticule.data.statistics import Statistics, compute
-from graticule.data.store import Packing, Store, StoreWriter
+from graticule.data.store import Packing, Store
 from graticule.data.times import TimeAxis
+from graticule.data.writer import StoreWriter
 from graticule.grid import Grid
 from graticule.variables import Channel, Channels
 from tiny import tiny_dataset, write_netcdf

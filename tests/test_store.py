@@ -523,7 +523,7 @@ def test_finishing_early_names_the_first_time_that_is_not_written(tmp_path: Path
 def test_a_writer_killed_in_the_middle_leaves_a_store_that_is_refused(tmp_path: Path) -> None:
     code = f"""
         import os, signal, numpy as np
-        from graticule.data.store import StoreWriter
+        from graticule.data.writer import StoreWriter
         from graticule.data.times import TimeAxis
         from graticule.grid import Grid
         from graticule.variables import Channel, Channels

@@ -34,8 +34,9 @@ from graticule.bench.rows import Row, Setting
 from graticule.data.loader import Loader, Order
 from graticule.data.normalise import Normaliser
 from graticule.data.statistics import compute
-from graticule.data.store import Packing, Store, StoreWriter
+from graticule.data.store import Packing, Store
 from graticule.data.times import TimeAxis
+from graticule.data.writer import StoreWriter
 from graticule.grid import Grid
 from graticule.variables import Channel, Channels
 

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from graticule.config import DataConfig
 from graticule.data.samples import SampleSource
-from graticule.data.store import Packing, Store, StoreWriter
+from graticule.data.store import Packing, Store
 from graticule.data.times import TimeAxis
+from graticule.data.writer import StoreWriter
 from graticule.grid import Grid
 from graticule.variables import Channel, Channels
 

@@ -16,8 +16,9 @@ import numpy as np
 
 from graticule.bench.rows import Row, Setting
 from graticule.data.planet import coast_mask, load_topography
-from graticule.data.store import LAND, Packing, Store, StoreWriter
+from graticule.data.store import LAND, Packing, Store
 from graticule.data.times import TimeAxis
+from graticule.data.writer import StoreWriter
 from graticule.grid import Grid
 from graticule.keyed import keyed
 from graticule.variables import Channel, Channels

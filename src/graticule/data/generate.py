@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from graticule.data.statistics import compute
-from graticule.data.store import Store, StoreWriter
+from graticule.data.store import Store
+from graticule.data.writer import StoreWriter
 
 Blocks = Generator[np.ndarray, None, None]
 """Blocks of successive states, (time, channel, lat, lon) each."""

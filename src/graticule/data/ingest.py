@@ -25,7 +25,8 @@ from graticule.data.plan import ChosenLevels, Levels, arrange, plan_variables
 from graticule.data.processes import each
 from graticule.data.sources import Piece, open_sources, pieces_of
 from graticule.data.steps import Steps, own_packing, read_statics
-from graticule.data.store import Packing, Store, StoreWriter, read_attributes
+from graticule.data.store import Packing, Store, read_attributes
+from graticule.data.writer import StoreWriter
 from graticule.variables import Channels, Role
 
 logger = logging.getLogger(__name__)

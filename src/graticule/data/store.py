@@ -13,24 +13,18 @@ channel) counts wet cells without a value at that time. `static` (static, lat, l
 import hashlib
 import json
 import os
-import shutil
-import uuid
-import zlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zarr
-from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ShardingCodec
 
-from graticule.config import fingerprint
-from graticule.data.shardfile import LAND, ShardLayout, ShardWriter, file_digest
-from graticule.data.shardfile import NEVER_WRITTEN as NEVER_WRITTEN
+from graticule.data.shardfile import LAND
 from graticule.data.shards import Job, Shards, Target, one_by_one
-from graticule.data.times import UNITS, TimeAxis
+from graticule.data.times import TimeAxis
 from graticule.grid import Grid
 from graticule.variables import Channels
 
@@ -38,9 +32,6 @@ FORMAT = "graticule store 1"
 LARGEST = 32766
 DIGESTS = "digests.json"
 """Beside the arrays: SHA-256 of each step's stored numbers, as `shardfile.content_digest`."""
-_RECORDS = "records"
-"""While a store is being written: what is known of each finished step, masks, and whatever is not
-in its place yet. Gone when the store is complete, and with it what a killed process left."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +182,7 @@ class Store:
             raise ValueError(
                 f"{self.path}: the array {name} is lost or damaged ({error}); write the store again"
             ) from error
-        if _digest(values) != self.attributes["digests"].get(name):
+        if digest_of(values) != self.attributes["digests"].get(name):
             raise ValueError(
                 f"{self.path}: the array {name} is not what was written, a file of it is lost or"
                 " damaged; write the store again"
@@ -279,298 +270,6 @@ class Store:
         return self.shards.path(time)
 
 
-class StoreWriter:
-    """A store being written, one time step at a time, by any number of processes.
-
-    Steps are files of their own, so processes never share a chunk. Each finished step is recorded
-    with the digest of its file: whoever opens the same unfinished store with `resume` goes on from
-    there. The store counts as complete only after `finish()`; until then `Store` refuses it.
-    """
-
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        channels: Channels,
-        grid: Grid,
-        times: TimeAxis,
-        packing: Packing | None = None,
-        statics: Channels | None = None,
-        static_fields: np.ndarray | None = None,
-        splits: dict[str, list[str]] | None = None,
-        provenance: dict[str, Any] | None = None,
-        inner_chunk: tuple[int, int] | None = None,
-        resume: bool = False,
-    ) -> None:
-        """inner_chunk: (channels, rows) read together; default all channels x 32 rows.
-        resume: go on with an unfinished store at `path`, which must be this very one."""
-        self.path = Path(path)
-        occupied = self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir()))
-        if occupied and not resume:
-            raise ValueError(f"{self.path} exists already and is not overwritten; name another")
-        self.channels, self.grid, self.times = channels, grid, times
-        self.packing = packing or Packing()
-        statics = statics or Channels([])
-        height, width = grid.shape
-        if not len(channels) or not len(times):
-            raise ValueError(
-                f"a store needs at least one channel and one time, not {len(channels)} and"
-                f" {len(times)}"
-            )
-        if self.packing.scale is not None and self.packing.scale.shape != (len(channels),):
-            raise ValueError(
-                f"packing has {self.packing.scale.size} scales for {len(channels)} channels"
-            )
-        if static_fields is not None or len(statics):
-            shape = None if static_fields is None else static_fields.shape
-            if static_fields is None or shape != (len(statics), height, width):
-                raise ValueError(
-                    f"statics ({', '.join(statics.names) or 'none'}) need fields of shape"
-                    f" {(len(statics), height, width)}, got {shape}"
-                )
-            static_fields = Packing().pack(static_fields, statics)
-        times.check_splits(splits or {})
-        chunk_channels, chunk_rows = inner_chunk or (len(channels), 32)
-        if min(chunk_channels, chunk_rows) < 1:
-            raise ValueError(f"inner_chunk={inner_chunk} must be at least 1 channel and 1 row")
-        self.layout = ShardLayout(
-            (len(channels), height, width),
-            (min(chunk_channels, len(channels)), min(chunk_rows, height)),
-            self.packing.dtype,
-        )
-        self._description = {
-            "format": FORMAT,
-            "channels": channels.to_list(),
-            "statics": statics.to_list(),
-            "calendar": times.calendar,
-            "step_seconds": times.step_seconds,
-            "packing": (
-                None
-                if self.packing.scale is None or self.packing.offset is None
-                else {
-                    "scale": [float(s) for s in self.packing.scale],
-                    "offset": [float(o) for o in self.packing.offset],
-                }
-            ),
-            "splits": splits or {},
-            "provenance": provenance or {},
-        }
-        small: dict[str, tuple[np.ndarray, tuple[str, ...], dict[str, str]]] = {
-            "time": (times.seconds, ("time",), {"units": UNITS, "calendar": times.calendar}),
-            "lat": (grid.lat, ("lat",), {"units": "degrees_north"}),
-            "lon": (grid.lon, ("lon",), {"units": "degrees_east"}),
-        }
-        if len(statics) and static_fields is not None:
-            small["static"] = (static_fields, ("static", "lat", "lon"), {})
-        self._small_digests = {name: _digest(values) for name, (values, _, _) in small.items()}
-        self._complete = False
-        if occupied or not self._create(small):
-            self._go_on()
-
-    def _create(self, small: dict[str, tuple[np.ndarray, tuple[str, ...], dict]]) -> bool:
-        """Make the empty store under a name of its own and rename it into place: of several
-        processes that begin at once one succeeds. False: another was first."""
-        path = self.path.parent.resolve() / f".{self.path.name}.{uuid.uuid4().hex}.part"
-        layout, inner = self.layout, (1, *self.layout.inner)
-        try:
-            group = zarr.open_group(str(path), mode="w", zarr_format=3)
-            group.create_array(
-                "fields",
-                shape=(len(self.times), *layout.shape),
-                dtype=layout.dtype,
-                chunks=(1, *layout.padded),
-                fill_value=layout.fill,
-                serializer=ShardingCodec(
-                    chunk_shape=inner,
-                    codecs=[
-                        BytesCodec(),
-                        BloscCodec(cname="lz4", shuffle="shuffle"),
-                        Crc32cCodec(),
-                    ],
-                    index_codecs=[BytesCodec(), Crc32cCodec()],
-                ),
-                compressors=None,
-                dimension_names=("time", "channel", "lat", "lon"),
-            )
-            for name, (values, dims, attributes) in small.items():
-                array = group.create_array(name, data=values, dimension_names=dims)
-                array.attrs.update(attributes)
-            begun: Any = {"digests": self._small_digests, "inner_chunk": list(layout.chunk)}
-            group.attrs.update({**self._description, "complete": False, "begun": begun})
-            (path / _RECORDS / "masks").mkdir(parents=True)
-            return _renamed(path, self.path)
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
-
-    def _go_on(self) -> None:
-        """ValueError unless the unfinished store that is there is the one described."""
-        attributes = read_attributes(self.path)
-        begun = attributes.get("begun")
-        if begun is None:
-            raise ValueError(f"{self.path} exists already and is not overwritten; name another")
-        ours = {**self._description, **self._small_digests, "inner_chunk": list(self.layout.chunk)}
-        theirs = {**attributes, **begun["digests"], "inner_chunk": begun["inner_chunk"]}
-        ours = json.loads(json.dumps(ours))
-        different = [key for key in ours if key != "provenance" and ours[key] != theirs.get(key)]
-        if different:
-            raise ValueError(
-                f"{self.path} was begun with other {', '.join(different)}; delete it to begin anew,"
-                " or name another"
-            )
-
-    def write(self, time: int, fields: np.ndarray) -> None:
-        """Pack, write and read back one step: (channel, lat, lon), NaN where there is no value."""
-        if not 0 <= time < len(self.times):
-            raise ValueError(f"time {time}: the store has times 0 to {len(self.times) - 1}")
-        if self._complete or self._record(time).exists():
-            raise ValueError(f"{self.path}: {self.times.date(time)} is written already")
-        expected = (len(self.channels), *self.grid.shape)
-        if fields.shape != expected:
-            raise ValueError(f"fields have shape {fields.shape}, the store wants {expected}")
-        if isinstance(fields, np.ma.MaskedArray):
-            raise ValueError("fields are a masked array; give fields.filled(numpy.nan)")
-        stored = self.packing.pack(fields, self.channels)
-        self.write_stored(time, (stored[group] for group in self.layout.groups))
-
-    def write_stored(self, time: int, groups: Iterable[np.ndarray], made_from: str = "") -> None:
-        """Write, read back and record one step that is packed already.
-
-        groups: (channel, lat, lon) stored numbers, as `layout.groups` cuts the channels; only one
-        is held at a time. made_from: kept with the record, see `finished`.
-        """
-        date = self.times.date(time)
-        try:
-            written = self._shards.write(
-                self.path / "fields" / "c" / str(time) / "0" / "0" / "0", groups, self._keep_mask,
-                self.path / _RECORDS,
-            )  # fmt: skip
-            write_json(self._record(time), {**asdict(written), "made_from": made_from})
-        except OSError as error:
-            raise ValueError(f"{self.path}: cannot write {date}: {error}") from error
-        except ValueError as error:
-            raise ValueError(f"{self.path}: {date} {error}") from error
-
-    @cached_property
-    def _shards(self) -> ShardWriter:
-        return ShardWriter(self.layout)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For other processes; each makes encoders of its own."""
-        return {key: value for key, value in self.__dict__.items() if key != "_shards"}
-
-    def _record(self, time: int) -> Path:
-        return self.path / _RECORDS / f"{time}.json"
-
-    def _keep_mask(self, bits: np.ndarray) -> str:
-        """Keep a mask once, however many channels and steps have it; the name to find it by."""
-        name = hashlib.sha256(bits.tobytes()).hexdigest()[:32]
-        path = self.path / _RECORDS / "masks" / name
-        if not path.exists():
-            part = self.path / _RECORDS / f"{uuid.uuid4().hex}.part"
-            try:
-                part.write_bytes(zlib.compress(bits.tobytes(), 1))
-                os.replace(part, path)
-            finally:
-                part.unlink(missing_ok=True)
-        return name
-
-    def finished(self, time: int) -> str | None:
-        """What a step was made from, if it is recorded and its file is, byte for byte, the
-        recorded one; else None."""
-        try:
-            record = json.loads(self._record(time).read_text())
-        except FileNotFoundError:
-            return None
-        shard = self.path / "fields" / "c" / str(time) / "0" / "0" / "0"
-        masks = (self.path / _RECORDS / "masks" / name for name in set(record["masks"]))
-        whole = (
-            shard.is_file()
-            and shard.stat().st_size == record["bytes"]
-            and all(mask.is_file() for mask in masks)
-            and file_digest(shard) == record["sha256"]
-        )
-        return record["made_from"] if whole else None
-
-    def unfinished(self) -> list[int]:
-        """Steps without a record; none of a complete store, whose records are gone."""
-        folder = self.path / _RECORDS
-        names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-        left = [time for time in range(len(self.times)) if f"{time}.json" not in names]
-        return [] if left and read_attributes(self.path).get("complete") else left
-
-    def finish(self) -> Store:
-        """Record the mask, what is missing and the fingerprint; the store is then complete.
-
-        Several processes may finish at once: what they write is the same, and put in place whole.
-        """
-        if read_attributes(self.path).get("complete"):
-            return Store(self.path)
-        try:
-            self._finish()
-        except FileNotFoundError:
-            if not read_attributes(self.path).get("complete"):
-                raise
-            # Another process finished, and removed the records, meanwhile.
-        shutil.rmtree(self.path / _RECORDS, ignore_errors=True)
-        self._complete = True
-        return Store(self.path)
-
-    def _finish(self) -> None:
-        left = self.unfinished()
-        if left:
-            raise ValueError(
-                f"{self.path}: {len(left)} of {len(self.times)} times were not written,"
-                f" the first is {self.times.date(left[0])}"
-            )
-        valid = np.zeros((len(self.times), len(self.channels)), np.int64)
-        contents: list[str] = []
-        masks: list[set[str]] = [set() for _ in self.channels]
-        for time in range(len(self.times)):
-            record = json.loads(self._record(time).read_text())
-            valid[time] = record["valid"]
-            contents.append(record["content"])
-            for seen, name in zip(masks, record["masks"], strict=True):
-                seen.add(name)
-        path = self.path / _RECORDS / f"{uuid.uuid4().hex}.part"
-        digests = dict(self._small_digests)
-        try:
-            digests["wet"] = self._write_wet(path, masks, valid)
-            digests["missing"] = _digest(valid)
-            for name in ("wet", "missing"):
-                _renamed(path / name, self.path / name)
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
-        write_json(self.path / DIGESTS, contents)
-        digest = fingerprint({**self._description, "data": contents, **digests})
-        _set_attributes(self.path, {
-            **self._description, "fingerprint": digest, "digests": digests, "complete": True,
-        })  # fmt: skip
-
-    def _write_wet(self, path: Path, masks: Sequence[set[str]], valid: np.ndarray) -> str:
-        """Write `wet` and `missing` into a group at `path`, a channel at a time: all of them are
-        0.8 GB at 1/12 degree. Turns `valid` into `missing`; returns the digest of `wet`."""
-        height, width = self.grid.shape
-        group = zarr.open_group(str(path), mode="w", zarr_format=3)
-        array: Any = group.create_array(
-            "wet", shape=self.layout.shape, chunks=(1, height, width), dtype=bool,
-            dimension_names=("channel", "lat", "lon"), config={"write_empty_chunks": True},
-        )  # fmt: skip
-        digest = hashlib.sha256()
-        for channel, names in enumerate(masks):
-            seen = np.zeros(-(-height * width // 8), np.uint8)
-            for name in names:
-                packed = (self.path / _RECORDS / "masks" / name).read_bytes()
-                seen |= np.frombuffer(zlib.decompress(packed), np.uint8)
-            plane = np.unpackbits(seen, count=height * width).astype(bool).reshape(height, width)
-            if not plane.any():
-                raise ValueError(f"{self.channels.names[channel]} holds no value at any time")
-            array[channel] = plane
-            digest.update(plane.tobytes())
-            valid[:, channel] = plane.sum() - valid[:, channel]
-        group.create_array("missing", data=valid, dimension_names=("time", "channel"))
-        return digest.hexdigest()
-
-
 def read_attributes(path: Path) -> dict[str, Any]:
     """Of a store, complete or not; {} where there is none."""
     try:
@@ -580,23 +279,7 @@ def read_attributes(path: Path) -> dict[str, Any]:
     return values if values.get("format") == FORMAT else {}
 
 
-def _set_attributes(path: Path, attributes: dict[str, Any]) -> None:
-    file = path / "zarr.json"
-    write_json(file, {**json.loads(file.read_text()), "attributes": attributes})
-
-
-def _renamed(source: Path, target: Path) -> bool:
-    """Rename a folder to a name that is free or an empty folder's; False: it is neither."""
-    try:
-        os.rename(source, target)
-    except OSError:
-        if target.is_dir() and any(target.iterdir()):
-            return False
-        raise
-    return True
-
-
-def _digest(values: np.ndarray) -> str:
+def digest_of(values: np.ndarray) -> str:
     """SHA-256 of an array's bytes, C order."""
     return hashlib.sha256(values.tobytes()).hexdigest()
 
