@@ -16,15 +16,9 @@ import pytest
 import zarr
 
 from graticule.data.shardfile import NEVER_WRITTEN
-from graticule.data.store import (
-    LAND,
-    LARGEST,
-    Packing,
-    Store,
-    StoreWriter,
-    write_json,
-)
+from graticule.data.store import LAND, LARGEST, Packing, Store, write_json
 from graticule.data.times import TimeAxis
+from graticule.data.writer import StoreWriter
 from graticule.grid import Grid
 from graticule.variables import Channel, Channels
 
