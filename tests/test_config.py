@@ -232,6 +232,8 @@ def test_a_value_of_another_kind_is_refused_with_the_kind(setting: str, message:
                                   " data.stride"),
         ("data.output_offsets=2,1", r"data.output_offsets=\(2, 1\) must be 1, 2"),
         ("data.output_offsets=", r"data.output_offsets=\(\) must be 1, 2, ... without a gap"),
+        ("data.read_threads=0", "data.read_threads=0 must be at least 1"),
+        ("data.read_waves=0", "data.read_waves=0 must be at least 1"),
         ("model.patch=0", "model.patch=0 must be at least 1"),
         ("model.depth=-1", "model.depth=-1 must be at least 1"),
         ("model.window=4,0", r"model.window=\(4, 0\) must be at least 1 each way"),

@@ -245,27 +245,38 @@ def test_runs_stand_one_after_the_other_on_one_scale(drawn: list[Figure]) -> Non
     np.testing.assert_allclose(np.asarray(points.get_ydata()), 1 / np.arange(1, 41))
     # Four leads: the mean over them compares with one.
     np.testing.assert_allclose(np.asarray(second.lines[0].get_ydata()), 0.02)
-    np.testing.assert_allclose(np.asarray(second.lines[2].get_ydata()), [0.05])
+    # So few steps have no running median: the validation is the second line.
+    np.testing.assert_allclose(np.asarray(second.lines[1].get_ydata()), [0.05])
     assert first.get_ylabel() == "loss, mean over leads"
     assert "finetune: 4 leads" in picture.caption
-    # The medians of the first and the last twentieth: two steps of forty, one of ten.
     assert picture.alt == (
-        "The loss (mean over leads) of pretrain falls from 0.75 to 0.0253 over 40 steps. The loss"
-        " (mean over leads) of finetune goes from 0.02 to 0.02 over 10 steps; the validation loss"
-        " is 0.05 at step 10."
+        "The loss (mean over leads) of pretrain (running median over 5 steps) falls from 0.5 to"
+        " 0.0256 over 40 steps. The loss (mean over leads) of finetune goes from 0.02 to 0.02 over"
+        " 10 steps; the validation loss is 0.05 at step 10."
     )
     assert len(picture.table) == 50
     assert picture.table[-1]["validation"] == pytest.approx(0.05)
 
 
+def test_a_loss_that_rose_in_between_is_not_said_to_fall() -> None:
+    losses = [0.06] * 10 + [0.1] * 20 + [0.058] * 10
+    picture = loss_curves([("r", [{"step": i, "loss": x} for i, x in enumerate(losses, 1)])])
+    assert picture.alt == (
+        "The loss of r (running median over 5 steps) goes from 0.06 to 0.058 over 40 steps and is"
+        " 0.1 at its largest in between."
+    )
+    few = loss_curves([("r", [{"step": i, "loss": x} for i, x in enumerate(losses[:5], 1)])])
+    assert "running median" not in " ".join([few.caption, few.alt, *words_in(few)])
+
+
 def test_lost_and_skipped_steps_are_gaps_and_marks(drawn: list[Figure]) -> None:
-    lines: list[dict[str, Any]] = [{"step": s, "loss": 0.5} for s in range(1, 10)]
+    lines: list[dict[str, Any]] = [{"step": s, "loss": 0.5} for s in range(1, 21)]
     lines[3] |= {"loss": None, "skipped": True}
     lines[6]["loss"] = float("nan")
     picture = loss_curves([("half", lines)])
     axis = drawn[0].axes[0]
     points, median, _, lost, skipped = axis.lines
-    assert np.asarray(points.get_xdata()).tolist() == [1, 2, 3, 5, 6, 8, 9]
+    assert np.asarray(points.get_xdata()).tolist() == [1, 2, 3, 5, 6, *range(8, 21)]
     gaps = np.isnan(np.asarray(median.get_ydata(), dtype=float))
     assert np.flatnonzero(gaps).tolist() == [3, 6]
     assert list(lost.get_xdata()) == [4, 7]
@@ -333,6 +344,7 @@ def test_memory_is_drawn_where_it_changed_and_by_owner(drawn: list[Figure]) -> N
     # The top of the stack keeps the one time with the most.
     top = drawn[0].axes[1].dataLim.y1
     assert top == pytest.approx(3.5)
+    assert drawn[0].axes[1].get_position().width > 0.8
     assert picture.alt == (
         "Peak memory of r is 0.501 GiB after 40 steps, 0.5 GiB after the first. Within a step at"
         " most 3.5 GiB are held: activations 2, parameters 1, optimizer 0.5."
@@ -406,6 +418,17 @@ def test_truth_is_drawn_first_and_the_ratio_below(drawn: list[Figure]) -> None:
         "lead": 2, "lead_hours": 12.0, "wavenumber": 13.0, "model": pytest.approx(0.25 / 169),
         "truth": pytest.approx(1 / 169), "ratio": pytest.approx(0.25),
     }  # fmt: skip
+
+
+def test_a_ratio_far_above_one_is_on_its_axis_or_said_to_be_cut(drawn: list[Figure]) -> None:
+    far = red(16)
+    far[:, -1] *= 242
+    picture = spectra_curves(spectra_of(far, red(16)), channel="u", leads=(1,))
+    assert drawn[0].axes[1].get_ylim()[1] > 242
+    assert "axis is cut" not in picture.caption
+    far[:, -1] *= 10
+    picture = spectra_curves(spectra_of(far, red(16)), channel="u", leads=(1,))
+    assert "from 1 to 2420; its axis is cut at 1/1000 and 1000" in picture.caption
 
 
 def test_waves_that_the_truth_has_not_are_shaded_and_have_no_ratio(drawn: list[Figure]) -> None:

@@ -21,19 +21,19 @@ import torch
 from torch import Tensor
 
 from graticule import demo as whole_path
-from graticule.config import override
+from graticule.config import from_dict, override
 from graticule.data import demo as demo_module
 from graticule.data import planet as planets
 from graticule.data.check import check
 from graticule.data.demo import run_times, simulated, splits_by_run, write_demo_store
 from graticule.data.planet import Planet
 from graticule.data.samples import SampleSource
-from graticule.data.statistics import Statistics
+from graticule.data.statistics import Statistics, compute
 from graticule.data.store import Store
 from graticule.demo import run_demo
 from graticule.forecast.reader import open_forecast
 from graticule.recipes import recipe
-from graticule.tasks import evaluate_forecast, forecast_from_run
+from graticule.tasks import evaluate_forecast, forecast_from_run, scores_of, trained_run
 from graticule.train.task import Task
 from graticule.train.trainer import train
 
@@ -350,6 +350,7 @@ def test_a_second_demo_uses_what_is_there_and_keeps_its_figures(
     )
     assert said[0].startswith("5 of 5 costly stages are there")
     assert said[1:6] == [f"{stage}: found, used again" for stage in STAGES[:5]]
+    assert json.loads((folder / "out" / "report.json").read_text())["seconds"] == again["seconds"]
     for name in ("leads", *(f"rmse_{name}" for name in ("model", *REFERENCES)), "checkpoint",
                  "simulated_years_per_day"):  # fmt: skip
         assert again[name] == first[name]
@@ -410,6 +411,52 @@ def test_a_demo_refuses_a_strange_forecast_and_takes_up_an_interrupted_one(
         demo_with(interrupts)
     assert not (out / "finetune" / "forecast.zarr").exists()
     assert demo_with(quiet)["rmse_model"] == demo[2]["rmse_model"]
+
+
+def test_runs_that_began_with_other_pretrained_weights_are_refused(
+    demo: tuple[Path, list[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    run = demo[0] / "out" / "finetune"
+    config = from_dict(json.loads((run / "config.json").read_text()))
+    assert trained_run(config, run) < 60
+    moved = tmp_path / "finetune"
+    shutil.copytree(run, moved)
+    described = json.loads((moved / "run.json").read_text())
+    assert described["started_from"].endswith("/step 4")
+    described["started_from"] = described["started_from"].replace("step 4", "step 2")
+    (moved / "run.json").write_text(json.dumps(described))
+    with pytest.raises(
+        ValueError, match=r"began with the weights .*/step 2 of .*now holds .*step 4"
+    ):
+        trained_run(config, moved)
+
+
+def test_scores_and_spectra_of_different_forecasts_are_not_shown_together(
+    demo: tuple[Path, list[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    shutil.copytree(demo[0] / "out", tmp_path / "out")
+    run, other = tmp_path / "out" / "finetune", tmp_path / "out" / "pretrain"
+    scores, spectra = scores_of(run / "forecast.zarr")
+    shutil.copy(other / "forecast.spectra.nc", run / "forecast.spectra.nc")
+    with pytest.raises(ValueError, match=r"spectra.nc: run_fingerprint .*step 4 there .*step 3"):
+        scores_of(run / "forecast.zarr")
+    # Without the scores all is made anew, the other's spectra too.
+    (run / "forecast.scores.json").unlink()
+    again, made = scores_of(run / "forecast.zarr")
+    assert again == scores
+    np.testing.assert_array_equal(made.model, spectra.model)
+    stored, _ = scores_of(run / "forecast.zarr")
+    assert stored == scores
+
+
+def test_a_store_with_statistics_of_other_dates_scores_nothing(
+    demo: tuple[Path, list[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    shutil.copytree(demo[0] / "planet.zarr", tmp_path / "planet.zarr")
+    store = Store(tmp_path / "planet.zarr")
+    compute(store, np.arange(5)).save(store)
+    with pytest.raises(ValueError, match="data stats"):
+        evaluate_forecast(demo[0] / "out" / "finetune" / "forecast.zarr", store=str(store.path))
 
 
 def test_training_in_the_demo_takes_one_thread_and_gives_it_back() -> None:

@@ -215,10 +215,10 @@ def test_every_value_lies_round_its_own_place(tmp_path: Path, drawn: list[Figure
     (row,) = picture.table
     assert row["valid_time"] == "2003-02-27 00:00"
     assert (row["lead"], row["lead_hours"], row["cells"]) == (2, 48.0, 128)
-    assert row["rmse"] == pytest.approx(1, abs=1e-5)
-    assert row["bias"] == pytest.approx(1, abs=1e-5)
+    assert row["RMSE of this start, area-weighted"] == pytest.approx(1, abs=1e-5)
+    assert row["bias of this start, area-weighted"] == pytest.approx(1, abs=1e-5)
     assert row["truth_max"] == pytest.approx(float(expected.max()))
-    assert "they differ by 1 (RMSE), at most by 1." in picture.alt
+    assert "they differ by 1 (RMSE of this start, area-weighted), at most by 1." in picture.alt
     assert f"{expected.max():.3g} 1 and the forecast from" in picture.alt
 
 
@@ -284,7 +284,7 @@ def test_constant_fields_and_perfect_forecasts_have_a_scale(
         low, high = field.get_clim()
         assert low < value < high
         assert difference.get_clim() == (-1, 1)
-        assert picture.table[0]["rmse"] == 0
+        assert picture.table[0]["RMSE of this start, area-weighted"] == 0
 
 
 def test_a_time_without_any_truth_is_drawn_as_land_and_said(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_a_time_without_any_truth_is_drawn_as_land_and_said(tmp_path: Path) -> N
     picture = forecast_maps(path, store, channel="temperature", leads=(2,))
     assert "At 2 d no cell has both." in picture.alt
     assert picture.table[0]["cells"] == 0
-    assert picture.table[0]["rmse"] is None
+    assert picture.table[0]["RMSE of this start, area-weighted"] is None
     assert forecast_maps(path, store, channel="temperature", leads=(1,)).table[0]["cells"] == 128
 
 

@@ -22,6 +22,7 @@ from graticule.report.findings import warnings
 from graticule.report.folder import RunFolder, plan_of
 from graticule.report.page import duration, figure, number, table, tag
 from graticule.report.picture import Picture
+from graticule.report.provenance import store_command
 from graticule.report.subject import Opened, Subject
 from graticule.tasks import record_stage, report_run, scores_of
 from graticule.variables import Channel, Channels
@@ -95,7 +96,7 @@ def report(runs: Path) -> Path:
 
 def commands_of(path: Path) -> list[str]:
     """The lines under "How to make it again"."""
-    found = re.search(r"<code>(graticule train.*?)</code>", path.read_text(), re.DOTALL)
+    found = re.search(r"<code>(graticule (?:data|train).*?)</code>", path.read_text(), re.DOTALL)
     assert found
     return html.unescape(found[1]).splitlines()
 
@@ -297,8 +298,9 @@ def test_a_report_tells_what_ran_and_how_good_it_is(report: Path, runs: Path) ->
         assert told in text, told
     commands = commands_of(report)
     assert [line.split()[1] for line in commands] == [
-        "train", "train", "forecast", "evaluate", "report",
+        "train", "train", "forecast", "evaluate", "forecast", "evaluate", "report",
     ]  # fmt: skip
+    assert commands[-1].endswith(f"--compare 'pretrained <1>={runs}/first-again'")
     assert f"{runs}/first/config.json --out {runs}/first-again" in commands[0]
     assert f"--set train.start_from={runs}/first-again" in commands[1]
 
@@ -587,6 +589,46 @@ def test_warnings_name_what_a_reader_should_know() -> None:
     ):
         assert sum(part in text for text in told) == 1, (part, told)
     assert len(told) == 8
+
+
+def test_noise_and_a_better_run_are_warned_of() -> None:
+    run = RunFolder(path=Path("r"), config=Config(), description={},
+                    metrics=[], stages=[], last=Path("c"), state={}, profile=None)  # fmt: skip
+    spectra = {"leads": [1, 2], "channels": {"u": {"short_power_ratio": [3.0, 1.9]},
+                                             "h": {"short_power_ratio": [1.0, 76.5]}}}  # fmt: skip
+    ours, better = scores_like(spectra=spectra), scores_like()
+    better["rows"][1]["rmse"] = 0.3
+    told = warnings(Subject(run=run, scores=ours, others_scores={"other": better}))
+    assert any("more than 2 times the truth's in 1 of 2 channels, most in h (76.5" in t
+               for t in told)  # fmt: skip
+    assert any("other is better at the last lead that both have: its normalised RMSE is 0.3, that"
+               " of this run 0.4." in t for t in told)  # fmt: skip
+
+
+def test_a_generated_store_is_made_again_by_a_command() -> None:
+    class Generated:
+        attributes: Any
+
+    run = RunFolder(path=Path("r"), config=from_dict({"data": {"store": "data/p.zarr"}}),
+                    description={}, metrics=[], stages=[], last=None, state={},
+                    profile=None)  # fmt: skip
+    common = {"num_lat": 16, "num_lon": 32, "seed": 3}
+    planet = {**common, "num_runs": 4, "samples_per_run": 9, "dt_seconds": 90.0}
+    ocean = {**common, "num_years": 3, "calendar": "julian", "max_speed": 0.5,
+             "dt_seconds": 43200.0}  # fmt: skip
+    for made, told in (
+        ({"planet": planet, "coast": True}, ("demo", 4, 90.0, True)),
+        ({"ocean": ocean}, ("ocean", 3, 43200.0, None)),
+    ):
+        store: Any = Generated()
+        store.attributes = {"provenance": made}
+        line = store_command(Subject(run=run, training_store=store))
+        assert line
+        read = build_parser().parse_args(shlex.split(line)[1:])
+        count = read.runs if "planet" in made else read.years
+        assert (read.kind, count, read.dt_seconds, getattr(read, "coast", None)) == told
+        assert (read.out, read.lat, read.lon, read.seed) == ("data/p.zarr", 16, 32, 3)
+    assert store_command(Subject(run=run)) is None
 
 
 def test_durations_are_told_in_the_unit_that_fits() -> None:

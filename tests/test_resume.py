@@ -18,10 +18,13 @@ import pytest
 
 from graticule.cli import main
 from graticule.data.ingest import ingest
+from graticule.data.statistics import Statistics
 from graticule.data.store import Store
 from tiny import tiny_dataset, write_netcdf
 
 NAMES = ["thetao", "u10", "mask"]
+TRAIN = {"train": ["2003-02-22/2003-02-27"]}
+"""So that statistics, too, are compared byte for byte."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
-    store = ingest([file], tmp_path_factory.mktemp("whole") / "store", variables=NAMES)
+    store = ingest(
+        [file], tmp_path_factory.mktemp("whole") / "store", variables=NAMES, splits=TRAIN
+    )
     assert store is not None
     return store
 
@@ -40,6 +45,7 @@ def assert_same(store: Store | None, other: Store) -> None:
     """Every file, byte for byte."""
     assert store is not None
     assert store.fingerprint == other.fingerprint
+    assert (store.path / "statistics.json").is_file() == bool(store.splits)
     files = [{str(p.relative_to(s.path)): p.read_bytes() for p in s.path.rglob("*") if p.is_file()}
              for s in (store, other)]  # fmt: skip
     assert files[0].keys() == files[1].keys()
@@ -63,19 +69,19 @@ def test_a_stopped_ingest_goes_on_where_it_was(
 ) -> None:
     out = tmp_path / "store"
     with pytest.raises(KeyboardInterrupt):
-        ingest([file], out, variables=NAMES, progress=stop_after(4))
+        ingest([file], out, variables=NAMES, splits=TRAIN, progress=stop_after(4))
     assert "4 of 10 steps are finished; mend what is wrong and run the same command" in caplog.text
     with pytest.raises(ValueError, match="incomplete"):
         Store(out)
     before = modified(out)
     assert len(before) == 4
     with caplog.at_level(logging.INFO, "graticule"):
-        store = ingest([file], out, variables=NAMES)
+        store = ingest([file], out, variables=NAMES, splits=TRAIN)
     assert "4 finished steps were there and are verified" in caplog.text
     assert {key: modified(out)[key] for key in before} == before
     assert_same(store, whole)
     with caplog.at_level(logging.INFO, "graticule"):
-        assert_same(ingest([file], out, variables=NAMES), whole)
+        assert_same(ingest([file], out, variables=NAMES, splits=TRAIN), whole)
     assert "is complete already" in caplog.text
 
 
@@ -85,7 +91,7 @@ def test_a_finished_step_that_is_not_what_was_recorded_is_written_again(
 ) -> None:
     out = tmp_path / "store"
     with pytest.raises(KeyboardInterrupt):
-        ingest([file], out, variables=NAMES, progress=stop_after(5))
+        ingest([file], out, variables=NAMES, splits=TRAIN, progress=stop_after(5))
     shard = out / "fields" / "c" / "2" / "0" / "0" / "0"
     if harm == "torn":
         shard.write_bytes(shard.read_bytes()[:-9])
@@ -96,7 +102,7 @@ def test_a_finished_step_that_is_not_what_was_recorded_is_written_again(
     else:
         for mask in (out / "records" / "masks").iterdir():
             mask.unlink()
-    assert_same(ingest([file], out, variables=NAMES), whole)
+    assert_same(ingest([file], out, variables=NAMES, splits=TRAIN), whole)
 
 
 def test_steps_of_a_file_that_was_mended_are_written_again(tmp_path: Path, whole: Store) -> None:
@@ -107,11 +113,11 @@ def test_steps_of_a_file_that_was_mended_are_written_again(tmp_path: Path, whole
     second = write_netcdf(broken, tmp_path / "second.nc")
     out = tmp_path / "store"
     with pytest.raises(ValueError, match=r"2003-02-27.*infinite"):
-        ingest([first, second], out, variables=NAMES)
+        ingest([first, second], out, variables=NAMES, splits=TRAIN)
     before = modified(out)
     assert len(before) == 7
     write_netcdf(dataset.isel(time=slice(4, 10)), second)
-    store = ingest([first, second], out, variables=NAMES)
+    store = ingest([first, second], out, variables=NAMES, splits=TRAIN)
     assert store is not None
     after = modified(out)
     assert {key for key in before if after[key] == before[key]} == {"0", "1", "2", "3"}
@@ -136,12 +142,12 @@ def test_another_command_on_the_same_store_is_refused(
 ) -> None:
     out = tmp_path / "store"
     with pytest.raises(KeyboardInterrupt):
-        ingest([file], out, variables=NAMES, progress=stop_after(2))
+        ingest([file], out, variables=NAMES, splits=TRAIN, progress=stop_after(2))
     with pytest.raises(ValueError, match=rf"was begun with other {what}.* is not overwritten"):
-        ingest([file], out, **{"variables": NAMES, **change})
+        ingest([file], out, **{"variables": NAMES, "splits": TRAIN, **change})
     assert len(modified(out)) == 2
     with pytest.raises(ValueError, match=rf"exists already with other {what}"):
-        ingest([file], whole.path, **{"variables": NAMES, **change})
+        ingest([file], whole.path, **{"variables": NAMES, "splits": TRAIN, **change})
 
 
 def test_a_complete_store_of_a_file_that_changed_is_refused(tmp_path: Path) -> None:
@@ -155,7 +161,7 @@ def test_a_complete_store_of_a_file_that_changed_is_refused(tmp_path: Path) -> N
 def command(file: Path, out: Path, *more: str) -> list[str]:
     code = "import sys; from graticule.cli import main; sys.exit(main(sys.argv[1:]))"
     return [sys.executable, "-c", code, "data", "ingest", str(file), "--out", str(out),
-            "--variables", ",".join(NAMES), *more]  # fmt: skip
+            "--variables", ",".join(NAMES), "--train", *TRAIN["train"], *more]  # fmt: skip
 
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
@@ -168,12 +174,12 @@ def test_an_ingest_killed_outright_goes_on_and_leaves_no_process(
     slow = f"""
         import sys, time
         from graticule.cli import main
-        from graticule.data import store
-        write = store.StoreWriter.write_stored
+        from graticule.data import writer
+        write = writer.StoreWriter.write_stored
         def slowly(self, *arguments):
             write(self, *arguments)
             time.sleep(0.3)
-        store.StoreWriter.write_stored = slowly
+        writer.StoreWriter.write_stored = slowly
         if __name__ == "__main__":
             sys.exit(main({command(file, out, "--workers", "2")[3:]!r}))
     """
@@ -192,7 +198,7 @@ def test_an_ingest_killed_outright_goes_on_and_leaves_no_process(
     assert left < 10
     time.sleep(1.0)
     assert len(modified(out)) == left
-    assert_same(ingest([file], out, variables=NAMES), whole)
+    assert_same(ingest([file], out, variables=NAMES, splits=TRAIN), whole)
     assert [p.name for p in out.iterdir() if p.name.startswith(".")] == []
 
 
@@ -202,11 +208,11 @@ def test_workers_write_the_same_store_and_end_at_an_error(
     dataset = tiny_dataset(days=6)
     dataset.thetao.attrs["units"] = "K"
     path = write_netcdf(dataset, tmp_path / "a.nc")
-    whole = ingest([path], tmp_path / "whole", variables=NAMES)
+    whole = ingest([path], tmp_path / "whole", variables=NAMES, splits=TRAIN)
     assert whole is not None
     caplog.clear()
     calls: list[tuple[int, int]] = []
-    store = ingest([path], tmp_path / "store", variables=NAMES, workers=2,
+    store = ingest([path], tmp_path / "store", variables=NAMES, splits=TRAIN, workers=2,
                    progress=lambda *done: calls.append(done))  # fmt: skip
     assert calls == [(i, 6) for i in range(1, 7)]
     assert_same(store, whole)
@@ -214,15 +220,15 @@ def test_workers_write_the_same_store_and_end_at_an_error(
     dataset["u10"][5, 2, 2] = np.inf
     write_netcdf(dataset, path)
     with pytest.raises(ValueError, match=r"2003-02-25.*u10 holds an infinite value"):
-        ingest([path], tmp_path / "other", variables=NAMES, workers=2)
+        ingest([path], tmp_path / "other", variables=NAMES, splits=TRAIN, workers=2)
     assert multiprocessing.active_children() == []
     with pytest.raises(ValueError, match="workers=0 must be at least 1"):
-        ingest([path], tmp_path / "none", variables=NAMES, workers=0)
+        ingest([path], tmp_path / "none", variables=NAMES, splits=TRAIN, workers=0)
 
 
 @pytest.mark.parametrize("packing", ["source", "int16"])
 def test_parts_in_any_order_make_the_whole(packing: Any, file: Path, tmp_path: Path) -> None:
-    options: Any = {"variables": NAMES, "packing": packing, "inner_chunk": (2, 4)}
+    options: Any = {"variables": NAMES, "splits": TRAIN, "packing": packing, "inner_chunk": (2, 4)}
     whole = ingest([file], tmp_path / "whole", **options)
     assert whole is not None
     out = tmp_path / "store"
@@ -250,10 +256,13 @@ def test_the_command_without_a_part_finishes_what_parts_left(
     assert_same(Store(out), whole)
 
 
+BOTH = {"train": ["2003-02-20/2003-02-21"]}
+
+
 def test_two_parts_at_once_are_the_whole_twenty_times(tmp_path: Path) -> None:
     # Chunks of 4 rows do not divide 17; what one part writes the other must not lose.
     file = write_netcdf(tiny_dataset(days=2)[["zos"]], tmp_path / "a.nc")
-    whole = ingest([file], tmp_path / "whole")
+    whole = ingest([file], tmp_path / "whole", splits=BOTH)
     assert whole is not None
     context = multiprocessing.get_context("spawn")
     with context.Pool(2) as pool:
@@ -265,6 +274,13 @@ def test_two_parts_at_once_are_the_whole_twenty_times(tmp_path: Path) -> None:
             for index in range(2):
                 np.testing.assert_array_equal(store.read(index), whole.read(index))
             np.testing.assert_array_equal(store.wet, whole.wet)
+            found = Statistics.load(store)
+            for key in ("mean", "std", "tendency_std"):
+                # In bands of other rows.
+                np.testing.assert_allclose(
+                    getattr(found, key), getattr(Statistics.load(whole), key), rtol=1e-12
+                )
+            assert found.tendency_std[0] > 0
             assert sorted(p.name for p in out.iterdir()) == sorted(
                 p.name for p in whole.path.iterdir()
             )
@@ -272,4 +288,4 @@ def test_two_parts_at_once_are_the_whole_twenty_times(tmp_path: Path) -> None:
 
 def run_part(file: Path, out: Path, part: int) -> bool:
     """Whether this part ended last."""
-    return ingest([file], out, part=(part, 2), inner_chunk=(1, 4)) is not None
+    return ingest([file], out, part=(part, 2), inner_chunk=(1, 4), splits=BOTH) is not None

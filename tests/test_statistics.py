@@ -200,3 +200,27 @@ def test_statistics_of_another_store_and_broken_files_are_refused(tmp_path):
         Statistics.load(store)
     with pytest.raises(ValueError, match="no times"):
         compute(store, np.array([], int))
+
+
+def test_statistics_of_a_store_in_bands_and_groups_are_those_of_the_whole(tmp_path):
+    values = np.random.default_rng(5).normal(280, 3, (6, 3, 7, 4)).astype(np.float32)
+    values[2, 1, 3] = np.nan
+    found = []
+    for name, chunk in (("one", None), ("cut", (2, 3))):
+        writer = StoreWriter(
+            tmp_path / name,
+            channels=Channels([Channel(variable=n, units="K", role="prognostic") for n in "abc"]),
+            grid=Grid(np.arange(7, 0, -1), np.arange(4)),
+            times=TimeAxis.from_seconds(DAYS[:6], "standard"), inner_chunk=chunk,
+            training=np.arange(1, 6),
+        )  # fmt: skip
+        for time in (5, 3, 4, 0, 1, 2):
+            writer.write(time, values[time])
+        store = writer.finish()
+        assert Statistics.load(store).to_dict() == compute(store, np.arange(1, 6)).to_dict()
+        found.append(Statistics.load(store))
+    for key in ("mean", "std", "tendency_std"):
+        np.testing.assert_allclose(getattr(found[0], key), getattr(found[1], key), rtol=1e-13)
+    changes = np.diff(values[1:].astype(np.float64), axis=0)
+    np.testing.assert_allclose(found[1].tendency_std, np.nanstd(changes, axis=(0, 2, 3)),
+                               rtol=1e-12)  # fmt: skip

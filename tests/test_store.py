@@ -21,6 +21,7 @@ from graticule.data.times import TimeAxis
 from graticule.data.writer import StoreWriter
 from graticule.grid import Grid
 from graticule.variables import Channel, Channels
+from small_store import write_store
 
 DAY = 86400
 FIRST = 12104 * DAY  # 2003-02-21
@@ -709,3 +710,22 @@ def test_a_json_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     write_json(file, {"a": 3})
     assert json.loads(file.read_text()) == {"a": 3}
     assert [path.name for path in tmp_path.iterdir()] == ["statistics.json"]
+
+
+def test_a_part_of_the_mask_is_the_masks_and_a_lost_chunk_of_it_is_an_error(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "s.zarr"
+    write_store(path, land=True)
+    wet = Store(path).wet
+    assert not wet.all()
+    rows, columns = slice(1, 4), slice(2, 5)
+    store = Store(path)
+    for _ in range(2):  # the second time without looking at all of it
+        part = store.wet_part([2, 0], rows, columns)
+        np.testing.assert_array_equal(part, wet[[2, 0], rows, columns])
+    assert "wet" not in vars(store), "all of it is kept"
+    np.testing.assert_array_equal(store.wet_part([0]), wet[:1])
+    (path / "wet" / "c" / "1" / "0" / "0").unlink()
+    with pytest.raises(ValueError, match="the array wet is not what was written"):
+        Store(path).wet_part([0], rows)

@@ -19,7 +19,7 @@ import xarray as xr
 
 from graticule.data.times import MEAN_MONTH_SECONDS
 from graticule.forecast.reader import open_forecast
-from graticule.forecast.writer import ForecastWriter
+from graticule.forecast.writer import ForecastWriter, layouts
 from graticule.grid import Grid
 from graticule.variables import Channel, Channels
 
@@ -345,3 +345,9 @@ def test_levels_that_contradict_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=text):
             ForecastWriter(tmp_path / "f.zarr", **settings(channels=Channels(pair)))
+
+
+@pytest.mark.parametrize("name", ["a/b", "\\frac", "$x_", "<b>x", " x", ""])
+def test_a_name_that_no_file_can_hold_is_refused_before_anything_is_written(name: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot be called .* rename it in the store"):
+        layouts(Channels([channel(name, units="m")]))

@@ -64,12 +64,15 @@ class DataConfig:
     """What to do with a sample that has missing values at sea."""
     read_threads: int = 1
     """Threads of each process that read and decompress while the model computes."""
+    read_waves: int = 1
+    """Turns in which the processes begin to read, for a parallel file system that suffers when
+    all do at once (BEAST: waves of 128 ranks): process r of n waves waits r mod n turns. 1: none
+    waits. The numbers do not depend on it."""
 
     def __post_init__(self) -> None:
-        _require(
-            self.read_threads >= 1, f"data.read_threads={self.read_threads} must be at least 1"
-        )
-        _require(self.stride >= 1, f"data.stride={self.stride} must be at least 1")
+        for name in ("read_threads", "read_waves", "stride"):
+            value = getattr(self, name)
+            _require(value >= 1, f"data.{name}={value} must be at least 1")
         for role in ("prognostic", "forcing", "diagnostic", "static"):
             both = [name for name in getattr(self, role) if name in self.without]
             _require(

@@ -7,7 +7,7 @@ Beside the fine-tuned model stands one that had the same compute without leads.
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from graticule.tasks import (
     trained_run,
 )
 from graticule.train import checkpoint
+from graticule.train.progress import read_metrics
 
 MAIN, PRETRAINED, SAME_COMPUTE = "finetune", "pretrain", "same-compute"
 RUNS = {
@@ -74,7 +75,12 @@ def _run(
     bar: Bar,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    seconds: dict[str, float] = {}
+    plan = {"run": MAIN, "compare": {name: name for name in RUNS if name != MAIN}}
+    out.mkdir(parents=True, exist_ok=True)
+    earlier = _earlier(out)
+    # What stages cost when they ran: one that is used again keeps its figure.
+    seconds: dict[str, float] = {stage: earlier["seconds"].get(stage, 0.0)
+                                 for stage in EXPECTED_SECONDS}  # fmt: skip
     there = {
         "planet": data.exists(),
         **{name: is_trained(out / name, config) for name, config in configs.items()},
@@ -88,7 +94,11 @@ def _run(
         say(f"{name}: {'found, used again' if there.get(name) else what}")
         began = time.perf_counter()
         result = work()
-        seconds[name] = 0.0 if there.get(name) else round(time.perf_counter() - began, 2)
+        if name in RUNS:  # with the time of sessions that were interrupted
+            seconds[name] = round(sum(line["seconds"] for line in read_metrics(out / name)), 2)
+        elif not there.get(name):
+            seconds[name] = round(time.perf_counter() - began, 2)
+        write_json(out / "report.json", {**plan, "seconds": seconds})
         return result
 
     def made_store() -> Store:
@@ -122,18 +132,10 @@ def _run(
     # The two that start from it need not wait for each other: one core for each.
     with _twin(configs[SAME_COMPUTE], out / SAME_COMPUTE, there[SAME_COMPUTE]) as twin:
         stage(MAIN, RUNS[MAIN], lambda: made_run(MAIN))
-        own = stage(SAME_COMPUTE, RUNS[SAME_COMPUTE], twin)
-    seconds[SAME_COMPUTE] = own
+        stage(SAME_COMPUTE, RUNS[SAME_COMPUTE], twin)
     speed = stage("forecast", "ten leads of six hours from the test run", made_forecasts)
     scores = stage("scores", "against truth, persistence and climatology", made_scores)
-    earlier = _earlier(out / "summary.json")
     main = scores[MAIN]
-    spent = {name: cost or earlier["seconds"].get(name, 0.0) for name, cost in seconds.items()}
-    write_json(
-        out / "report.json",
-        {"run": MAIN, "compare": {name: name for name in configs if name != MAIN},
-         "seconds": spent},
-    )  # fmt: skip
 
     def made_report() -> tuple[Path, Path]:
         picture = forecast_maps(
@@ -144,7 +146,6 @@ def _run(
         return replace(picture, name="forecast").save(out), Path(page["report"])
 
     picture, report = stage("report", "pictures and one page of HTML", made_report)
-    spent["report"] = seconds["report"]
     summary = {
         "leads": main.leads,
         "lead_hours": [float(main.lead_seconds[lead - 1] / 3600) for lead in main.leads],
@@ -153,7 +154,7 @@ def _run(
         "rmse_same_compute": scores[SAME_COMPUTE].normalised().tolist(),
         "rmse_persistence": main.normalised("persistence").tolist(),
         "rmse_climatology": main.normalised("climatology").tolist(),
-        "seconds": spent,
+        "seconds": seconds,
         "simulated_years_per_day": (speed or earlier)["simulated_years_per_day"],
         "store": str(data),
         "checkpoint": str(checkpoint.find(out / MAIN)),
@@ -184,14 +185,14 @@ def _configs(out: Path, data: Path, settings: Sequence[str]) -> dict[str, Config
 
 
 @contextmanager
-def _twin(config: Config, run: Path, there: bool) -> Iterator[Callable[[], float]]:
-    """Train in a process of its own; what is yielded waits for it and tells its seconds."""
-    if there:
-        yield lambda: 0.0
+def _twin(config: Config, run: Path, there: bool) -> Iterator[Callable[[], Any]]:
+    """Train in a process of its own; what is yielded waits for it."""
+    if there:  # nothing is trained, only what it began with is compared
+        yield lambda: trained_run(config, run)
         return
     with child_processes(1) as submit:
         future = submit(trained_run, config, run)
-        yield lambda: round(result_of(future), 2)
+        yield lambda: result_of(future)
 
 
 @contextmanager
@@ -219,12 +220,13 @@ def _three(leads: list[int]) -> tuple[int, ...]:
     return tuple(sorted({leads[0], leads[(len(leads) - 1) // 2], leads[-1]}))
 
 
-def _earlier(path: Path) -> dict[str, Any]:
-    """What stages cost when they ran: a stage that is used again keeps its figure."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {"seconds": {}, "simulated_years_per_day": None}
+def _earlier(out: Path) -> dict[str, Any]:
+    """What an earlier demo noted here, also one that was interrupted."""
+    found: dict[str, Any] = {"seconds": {}, "simulated_years_per_day": None}
+    for name in ("summary.json", "report.json"):
+        with suppress(OSError, ValueError):
+            found |= json.loads((out / name).read_text())
+    return found
 
 
 def _beside(ratio: float) -> str:

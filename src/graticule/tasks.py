@@ -49,11 +49,25 @@ def is_trained(run: Path, config: Config) -> bool:
 def trained_run(config: Config, run: Path, *, progress: Any = None) -> float:
     """Train a run that is not there, go on with one that was stopped, leave one that is whole.
 
-    Returns the seconds spent now. ValueError where `run` was trained as something else.
+    Returns the seconds spent now. ValueError where `run` was trained as something else, or began
+    with weights that `train.start_from` no longer holds.
     """
     began = time.perf_counter()
+    _require_same_start(run, config.train.start_from)
     train(config, run, resume=(run / "config.json").is_file(), progress=progress)
     return time.perf_counter() - began
+
+
+def _require_same_start(run: Path, start_from: str) -> None:
+    """A run that others began with may have been trained on: they are then not what they seem."""
+    path = run / "run.json"
+    began_with = json.loads(path.read_text()).get("started_from", "") if path.is_file() else ""
+    now = checkpoint.weights_of(checkpoint.find(start_from)) if start_from else ""
+    if began_with and began_with != now:
+        raise ValueError(
+            f"{run} began with the weights {began_with} of {start_from}, which now holds {now}:"
+            f" remove {run} to train it again"
+        )
 
 
 def forecast_of(run: Path, *, progress: Progress | None = None) -> tuple[Path, dict[str, Any]]:
@@ -66,8 +80,7 @@ def forecast_of(run: Path, *, progress: Progress | None = None) -> tuple[Path, d
         shutil.rmtree(part, ignore_errors=True)  # what a killed process left
         made = forecast_from_run(run, part, progress=progress) | {"forecast": str(path)}
         part.rename(path)
-    state = checkpoint.read_state(checkpoint.find(run))
-    wanted = f"{state['fingerprints']['config']}/step {state['step']}"
+    wanted = checkpoint.weights_of(checkpoint.find(run))
     with open_forecast(path) as opened:
         if opened.attributes["run_fingerprint"] != wanted:
             raise ValueError(
@@ -157,6 +170,7 @@ def evaluate_forecast(
     truth = Store(store or config.data.store)
     source = SampleSource(truth, config.data)
     statistics = Statistics.load(truth)
+    statistics.check_times(truth, source.times("train"))
     std = dict(zip(statistics.names, statistics.std.tolist(), strict=True))
     return evaluate(
         path, truth,
@@ -195,7 +209,9 @@ def scores_of(
     """
     _, json_path, spectra_path = _score_files(path)
     if not force and json_path.is_file() and spectra_path.is_file():
-        return _read_scores(json_path, path), Spectra.load(spectra_path)
+        read, spectra = _read_scores(json_path, path), Spectra.load(spectra_path)
+        _require_same_forecast(read, spectra, spectra_path)
+        return read, spectra
     began = time.perf_counter()
     with bar(f"scoring {path.parent.name}/{path.name}", "fields") as advance:
         scores = evaluate_forecast(path, store=store, progress=advance)
@@ -203,9 +219,35 @@ def scores_of(
     if not os.access(path.parent, os.W_OK):
         _log.warning("%s may not be written to: the scores are not kept", path.parent)
         return scores.to_dict(), scores.spectra
-    save_scores(scores, path, force=force)
+    # All of them or none: what is left of an earlier scoring is not of this one.
+    save_scores(scores, path, force=force or not json_path.is_file())
     record_stage(path.parent, "evaluate", time.perf_counter() - began)
     return _read_scores(json_path, path), scores.spectra
+
+
+def _require_same_forecast(scores: dict[str, Any], spectra: Spectra, path: Path) -> None:
+    """Scores and spectra are two files: one may have been moved away, or be older."""
+    forecast = scores["provenance"]["forecast"]
+    last = max(row["lead"] for row in scores["rows"])
+    wanted = {
+        "run_fingerprint": forecast.get("run_fingerprint"),
+        "store_fingerprint": scores["provenance"]["store_fingerprint"],
+        "region": scores["region"] or "everywhere",
+    }
+    here = {name: spectra.attributes.get(name) for name in wanted}
+    other = [
+        f"{name} {here[name]} there and {wanted[name]} in the scores beside it"
+        for name in wanted
+        if _text(here[name]) != _text(wanted[name])
+    ]
+    if len(spectra.lead_seconds) < last:
+        other.append(f"{len(spectra.lead_seconds)} leads there and {last} in the scores")
+    if other:
+        raise ValueError(f"{path}: {'; '.join(other)}. Give --force to score the forecast again")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def save_scores(scores: Scores, forecast_path: Path, *, force: bool = False) -> None:

@@ -53,7 +53,6 @@ def run_data_ocean(options: argparse.Namespace) -> int:
 
 def run_data_ingest(options: argparse.Namespace) -> int:
     from graticule.data.ingest import ingest
-    from graticule.data.statistics import compute
 
     roles: dict[str, Any] = {}
     for role in ("forcing", "static", "diagnostic"):
@@ -88,9 +87,6 @@ def run_data_ingest(options: argparse.Namespace) -> int:
             lambda: f"{options.out}: part {options.part} is written, others are not yet",
         )  # fmt: skip
         return 0
-    if "train" in splits:
-        with Bar("statistics", "times") as bar:
-            compute(store, store.times.within(splits["train"]).nonzero()[0], bar).save(store)
     print_store(options, store)
     return 0
 
@@ -218,6 +214,8 @@ def run_forecast(options: argparse.Namespace) -> int:
 def run_evaluate(options: argparse.Namespace) -> int:
     from graticule.tasks import evaluate_forecast, record_stage
 
+    if not Path(options.forecast).exists():
+        raise ValueError(f"{options.forecast} is not there; graticule forecast RUN makes one")
     base = Path(options.out or Path(options.forecast).with_suffix(".scores"))
     csv, json = (base.with_name(base.name + suffix) for suffix in (".csv", ".json"))
     spectra = base.with_name(base.name.removesuffix(".scores") + ".spectra.nc")

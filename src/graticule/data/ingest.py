@@ -24,8 +24,10 @@ from graticule.data import known
 from graticule.data.plan import ChosenLevels, Levels, arrange, plan_variables
 from graticule.data.processes import each
 from graticule.data.sources import Piece, open_sources, pieces_of
+from graticule.data.statistics import FILE_NAME, span
 from graticule.data.steps import Steps, own_packing, read_statics
 from graticule.data.store import Packing, Store, read_attributes
+from graticule.data.times import TimeAxis
 from graticule.data.writer import StoreWriter
 from graticule.variables import Channels, Role
 
@@ -71,6 +73,12 @@ def ingest(
     allow_missing_chunks: take absent chunks of a Zarr source for fill values.
     workers: processes. part: (i, n) writes the i-th of n parts of the times, i from 1; whoever
     ends last finishes the store. progress: called with (steps done, steps in all).
+
+    With a `train` split the statistics over it are gathered while the steps are written and saved
+    in the store: no source is read again for them. For the change from step to step, each step's
+    neighbour is read back from the store once, an inner chunk at a time; changes that are missing
+    at the end, of steps written at the same moment or before a kill, are computed then, from both
+    steps read again, and their number is logged.
 
     Returns None where a part is done and others are not. A call that is stopped, killed too, is
     gone on with by the same call; a store that another call began is refused. ValueError tells
@@ -124,6 +132,10 @@ def ingest(
         begun = _begun(out, provenance, splits or {})
         if begun.get("complete"):
             logger.info("%s is complete already", out)
+            if (splits or {}).get("train") and not (out / FILE_NAME).is_file():
+                logger.warning(
+                    "%s has no statistics; compute them with `graticule data stats %s`", out, out
+                )
             return Store(out)
         everyone = _Everyone(steps, workers, progress)
         chosen_packing, kept = _packing(packing, everyone, begun)
@@ -133,7 +145,7 @@ def ingest(
             out, channels=steps.channels, grid=grid, times=times, packing=chosen_packing,
             statics=Channels([channel for variable in static for channel in variable.channels]),
             static_fields=read_statics(static, grid), splits=splits, inner_chunk=inner_chunk,
-            provenance=provenance, resume=True,
+            provenance=provenance, training=_training(times, splits), resume=True,
         )  # fmt: skip
         try:
             everyone.write(_times_of(part, len(times)), writer)
@@ -144,12 +156,29 @@ def ingest(
                     out, len(left), len(times),
                 )  # fmt: skip
                 return None
+            everyone.write_changes(writer)
             store = writer.finish()
         except BaseException:
-            _leave(writer, existed, alone=not begun and part is None)
+            if not read_attributes(out).get("complete"):
+                _leave(writer, existed, alone=not begun and part is None)
             raise
     _report_holes(store)
     return store
+
+
+def _training(times: TimeAxis, splits: Mapping[str, Sequence[str]] | None) -> np.ndarray | None:
+    """Indices of the times of the train split."""
+    ranges = (splits or {}).get("train")
+    if not ranges:
+        return None
+    training = np.flatnonzero(times.within(ranges))
+    first, last, number = span(times, training)
+    logger.info(
+        "statistics of the %d training times, %s to %s, are gathered in this pass; for the change"
+        " from step to step each one's neighbour is read back from the store once",
+        number, first, last,
+    )  # fmt: skip
+    return training
 
 
 def _gridded(
@@ -176,15 +205,22 @@ def _gridded(
     there = list(dict.fromkeys(
         found[0] if kind.numbered and (found := known.numbered(name)) else name for name in dims
     ))  # fmt: skip
+    coordinates = {name for names in dims.values() for name in names}
+    offered = [name for name in there if name not in coordinates]
     wanted = list(variables) if variables is not None else known.default_variables(kind, there)
+    names = None if wanted is None else [name.partition("@")[0] for name in wanted]
+    unknown = [name for name in names or () if name not in offered]
+    if unknown:
+        raise ValueError(
+            f"variables: no variable {', '.join(unknown)} in the sources, which hold"
+            f" {', '.join(offered)}"
+        )
     if variables is None and wanted is not None:
-        coordinates = {name for names in dims.values() for name in names}
-        rest = [name for name in there if name not in wanted and name not in coordinates]
+        rest = [name for name in offered if name not in wanted]
         logger.info(
             "taken: %s; left out: %s (--variables names others)",
             ", ".join(wanted), ", ".join(rest) or "nothing",
         )  # fmt: skip
-    names = None if wanted is None else [name.partition("@")[0] for name in wanted]
     pieces = [
         piece
         for path, dataset in opened
@@ -221,6 +257,24 @@ class _Everyone:
             self._tell(messages)
         if there:
             logger.info("%s: %d finished steps were there and are verified", writer.path, there)
+
+    def write_changes(self, writer: StoreWriter) -> None:
+        """Compute the changes from step to step that nobody could while writing."""
+        try:
+            left = writer.changes_left()
+            if not left:
+                return
+            logger.info(
+                "statistics: both steps are read again for %d changes from step to step, of steps"
+                " that were written at the same moment or before a stop", len(left),
+            )  # fmt: skip
+            self.total += len(left)
+            for _ in each(writer.write_change, left, self.workers):
+                self._tell({})
+        except (FileNotFoundError, ValueError):
+            if not read_attributes(writer.path).get("complete"):
+                raise
+            # Another part finished, and removed the records, meanwhile.
 
     def extremes(self) -> tuple[np.ndarray, np.ndarray, set[str]]:
         """(channel,) lowest and highest value of all times, and `Steps.extremes`'s clashes."""

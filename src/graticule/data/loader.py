@@ -28,6 +28,7 @@ from torch import Tensor
 from graticule.data.buffers import Pool
 from graticule.data.samples import SampleSource
 from graticule.data.shards import Job, Target
+from graticule.data.turns import Turns
 from graticule.keyed import keyed
 
 
@@ -98,7 +99,8 @@ class Loader:
 
     At most `ahead` deliveries (the inputs or one lead of one batch) lie ready, one more is being
     read and the next one may be begun; with the two that a training step holds, that is all the
-    memory. threads: how many read and decompress. `waited` counts the seconds the caller waited.
+    memory. threads: how many read and decompress. waves: in how many turns the ranks read, see
+    `turns`. `waited` counts the seconds the caller waited.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class Loader:
         ranks: int = 1,
         ahead: int = 2,
         threads: int = 1,
+        waves: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
         if batch < ranks:
@@ -129,7 +132,7 @@ class Loader:
             )
         self.source, self.order, self.numbers = source, order, numbers
         self.batch, self.leads, self.roll_seed, self.ahead = batch, leads, roll_seed, ahead
-        self.rank, self.ranks, self.threads = rank, ranks, threads
+        self.rank, self.ranks, self.threads, self.waves = rank, ranks, threads, waves
         self.device = torch.device(device)
         self.pool = Pool(pin_memory=self.device.type == "cuda")
         self.waited = 0.0
@@ -245,6 +248,8 @@ class _Stream:
         self._loader = loader
         self._queue: queue.Queue[_Ready | BaseException] = queue.Queue(loader.ahead)
         self._stop = threading.Event()
+        self._taken_any = False
+        self._turns = Turns(loader.rank % loader.waves, loader.block_bytes)
         self._helpers = (
             ThreadPoolExecutor(loader.threads, "graticule-read") if loader.threads > 1 else None
         )
@@ -256,10 +261,14 @@ class _Stream:
         with suppress(_Stopped):
             try:
                 begun: _Open | None = None
+                self._turns.begin()
                 for now, following in _pairs(self._deliveries()):
                     tensors, begun = self._filled(begun or now.open(), following)
-                    self._put(self._copies.start(tensors) if self._copies else _Ready(tensors))
-                    del tensors  # the caller's from here on
+                    item = self._copies.start(tensors) if self._copies else _Ready(tensors)
+                    waited = self._put(item)
+                    del tensors, item  # the caller's from here on
+                    if waited:
+                        self._turns.begin()
             except _Stopped:
                 raise
             except BaseException as error:
@@ -295,18 +304,25 @@ class _Stream:
         for _ in (self._helpers.map if self._helpers else map)(one, jobs):
             pass
 
-    def _put(self, item: "_Ready | BaseException") -> None:
+    def _put(self, item: "_Ready | BaseException") -> bool:
+        """Whether there was no room at first."""
+        full = self._queue.full()
+        if full:
+            self._turns.end()
         while not self._stop.is_set():
             try:
                 self._queue.put(item, timeout=0.1)
-                return
             except queue.Full:
                 continue
+            return full
         raise _Stopped
 
     def take(self) -> list[Tensor]:
         began = time.perf_counter()
+        if self._taken_any and self._queue.empty():
+            self._turns.ended.set()
         item = self._queue.get()
+        self._taken_any = True
         self._loader.waited += time.perf_counter() - began
         if isinstance(item, BaseException):
             # The thread has ended: whoever asks again hears the same and does not wait for ever.
@@ -317,6 +333,7 @@ class _Stream:
     def close(self) -> None:
         """Ends the threads: at once but for the inner chunk that each is reading."""
         self._stop.set()
+        self._turns.ended.set()
         self._thread.join()
         if self._helpers:
             self._helpers.shutdown()

@@ -70,7 +70,7 @@ class Normaliser(nn.Module):
         # A constant is exactly zero, whatever its packing rounds it to.
         constant = torch.from_numpy(statistics.constant(names))[:, None, None]
         self.register_buffer("_constant", constant, persistent=False)
-        wet = torch.from_numpy(store.wet[list(channels), rows, columns])
+        wet = torch.from_numpy(store.wet_part(channels, rows, columns))
         self.register_buffer("wet", wet, persistent=False)
         self.register_buffer("mean", column(mean, torch.float64), persistent=False)
         self.register_buffer("std", column(std, torch.float64), persistent=False)

@@ -87,7 +87,7 @@ def plan_variables(
         if unknown:
             raise ValueError(
                 f"{what}: no variable {', '.join(unknown)} in the sources, which hold"
-                f" {', '.join(by_name) or 'none of those asked for'}"
+                f" {', '.join(by_name) or 'none of those asked for on a latitude-longitude grid'}"
             )
     first = pieces[0]
     for piece in pieces:

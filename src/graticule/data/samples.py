@@ -180,6 +180,12 @@ class SampleSource:
             raise ValueError(
                 f"data.{split} is empty and {self.store.path} declares no {split} split; set"
                 f" data.{split}=first/last"
+                + (
+                    f" and compute statistics over the same dates: graticule data stats"
+                    f" {self.store.path} --train first/last"
+                    if split == "train"
+                    else ""
+                )
             )
         return np.flatnonzero(self.store.times.within(self.ranges[split]))
 

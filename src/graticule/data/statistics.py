@@ -1,21 +1,25 @@
 """Mean and spread of every channel over the training times, kept in the store with their dates.
 
-Sums run in float64 on differences from each channel's first value, and are merged step by step
-by Chan, Golub and LeVeque (1983): no cancellation for large means, exactly zero spread for
-constants, and the same result however the data are chunked.
+Each time has sums of its own, in float64 and of differences from each channel's first value.
+They are merged in the order of time by Chan, Golub and LeVeque (1983): no cancellation for large
+means, exactly zero spread for constants, and bit for bit the same statistics whether the sums were
+gathered while the steps were written (`StoreWriter`), by however many processes, or here.
 """
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from graticule.config import fingerprint
-from graticule.data.store import Store, write_json
+from graticule.data.shardfile import ShardLayout
+from graticule.data.store import Packing, Store, write_json
 from graticule.data.times import TimeAxis, date_of
+from graticule.variables import Channels
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +76,7 @@ class Statistics:
     def check_times(self, store: Store, times: np.ndarray) -> None:
         """ValueError unless these statistics come from exactly these times of the store."""
         if self.times_fingerprint != _fingerprint(store.times, times):
-            first, last, count = _span(store.times, times)
+            first, last, count = span(store.times, times)
             raise ValueError(
                 f"the statistics of {store.path} come from {self.num_times} times, {self.first} to"
                 f" {self.last}, and the training times are {count}, {first} to {last}; run"
@@ -138,40 +142,95 @@ class Statistics:
             )
 
 
-class _Moments:
-    """Count, mean and sum of squared differences per channel, merged block by block."""
+class Moments:
+    """Count, mean and sum of squared differences from the mean, (channel,) each.
+
+    `mean` is the difference from `shift`, the channel's first value.
+    """
 
     def __init__(self, num: int) -> None:
         self.count = np.zeros(num, np.int64)
-        self.mean = np.zeros(num)
-        self.squares = np.zeros(num)
-        self._shift = np.zeros(num)
+        self.shift, self.mean, self.squares = np.zeros(num), np.zeros(num), np.zeros(num)
 
     def add(self, channel: int, values: np.ndarray) -> None:
-        """Merge values (any,) float64 without NaN."""
-        number = values.size
-        if number == 0:
+        """Take in float64 values of any shape; NaN does not count."""
+        present = values[np.isfinite(values)]
+        if present.size == 0:
             return
-        before = self.count[channel]
-        if before == 0:
-            self._shift[channel] = values[0]
-        shifted = values - self._shift[channel]
-        mean = shifted.mean()
-        squares = np.square(shifted - mean).sum()
+        shift = present[0]
+        present -= shift
+        mean = present.mean()
+        present -= mean
+        self._join(channel, present.size, shift, mean, np.square(present, out=present).sum())
+
+    def merge(self, other: "Moments") -> None:
+        """Take in all that another one has taken in."""
+        self._join(slice(None), other.count, other.shift, other.mean, other.squares)
+
+    def _join(self, at: int | slice, count: Any, shift: Any, mean: Any, squares: Any) -> None:
+        before = self.count[at]
+        self.shift[at] = np.where(before == 0, shift, self.shift[at])
         # n = a + b, d = mean_b - mean_a: mean = mean_a + d b / n, M = M_a + M_b + d^2 a b / n.
-        total = before + number
-        difference = mean - self.mean[channel]
-        self.mean[channel] += difference * (number / total)
-        self.squares[channel] += squares + difference**2 * (before * (number / total))
-        self.count[channel] = total
+        part = count / np.maximum(before + count, 1)
+        difference = (shift - self.shift[at]) + (mean - self.mean[at])
+        self.mean[at] += difference * part
+        self.squares[at] += squares + difference**2 * (before * part)
+        self.count[at] = before + count
 
     @property
     def means(self) -> np.ndarray:
-        return self._shift + self.mean
+        return self.shift + self.mean
 
     @property
     def stds(self) -> np.ndarray:
         return np.sqrt(self.squares / np.maximum(self.count, 1))
+
+    def to_dict(self) -> dict[str, list]:
+        """Plain values, which JSON holds to the last bit."""
+        return {key: values.tolist() for key, values in vars(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, list]) -> "Moments":
+        moments = cls(len(values["count"]))
+        for key, zeros in vars(moments).items():
+            setattr(moments, key, np.array(values[key], zeros.dtype))
+        return moments
+
+
+class StepSums:
+    """What one time adds to the statistics: moments of its values, and of the changes between it
+    and the neighbours (-1: the step before, 1: the one after) that are at hand."""
+
+    def __init__(self, packing: Packing, num: int, neighbours: Iterable[int]) -> None:
+        self.values = Moments(num)
+        self.changes = {neighbour: Moments(num) for neighbour in neighbours}
+        self._packings = [packing.take([channel]) for channel in range(num)]
+
+    def add(self, group: slice, stored: np.ndarray, others: Mapping[int, np.ndarray]) -> None:
+        """Take in one piece, as `pieces` cuts them.
+
+        stored: (channel, lat, lon) stored numbers of `group`. others: the same of each neighbour.
+        """
+        for place, channel in enumerate(range(group.start, group.stop)):
+            values = self._decoded(channel, stored[place])
+            self.values.add(channel, values)
+            for neighbour, numbers in others.items():
+                theirs = self._decoded(channel, numbers[place])
+                change = values - theirs if neighbour < 0 else theirs - values
+                self.changes[neighbour].add(channel, change)
+
+    def _decoded(self, channel: int, plane: np.ndarray) -> np.ndarray:
+        """float64 of the float32 value that a reader of the store sees."""
+        return self._packings[channel].unpack(plane[None])[0].astype(np.float64)
+
+
+def pieces(layout: ShardLayout) -> Iterator[tuple[slice, slice]]:
+    """(channels, rows) of each inner chunk: sums hold no more than that in float64, and the order
+    is part of the result's last bits."""
+    height, step = layout.shape[1], layout.chunk[1]
+    for group in layout.groups:
+        for first in range(0, height, step):
+            yield group, slice(first, min(first + step, height))
 
 
 def compute(
@@ -180,52 +239,94 @@ def compute(
     """Statistics of all channels over the times with these indices (the training times), and of
     all statics. Every cell that has a value counts once, whatever its area.
 
-    progress: called with (times done, times in all). A channel without spread is logged.
+    progress: called with (times done, times in all). A channel without spread is logged. Each
+    step is read once, and one step of stored numbers is held.
     """
     indices = _indices(times)
     if indices.size == 0:
         raise ValueError("no times to compute statistics from")
-    num = len(store.channels)
-    moments, tendencies = _Moments(num), _Moments(num)
-    previous: np.ndarray | None = None
-    for done, index in enumerate(indices, 1):
-        fields = store.read(int(index))
-        follows = done > 1 and index - indices[done - 2] == 1
-        follows = follows and store.times.segments[index] == store.times.segments[index - 1]
-        for channel in range(num):
-            plane = fields[channel].astype(np.float64)
-            present = np.isfinite(plane)
-            moments.add(channel, plane[present])
-            if follows and previous is not None:
-                change = plane - previous[channel]
-                tendencies.add(channel, change[np.isfinite(change)])
-        previous = fields
-        if progress is not None:
-            progress(done, indices.size)
-    fixed = _Moments(len(store.statics))
-    for position, plane in enumerate(store.read_statics(store.statics.names).astype(np.float64)
-                                     if len(store.statics) else []):  # fmt: skip
-        fixed.add(position, plane[np.isfinite(plane)])
-    first, last, number = _span(store.times, indices)
-    statistics = Statistics(
-        names=(*store.channels.names, *store.statics.names),
-        mean=np.concatenate([moments.means, fixed.means]),
-        std=np.concatenate([moments.stds, fixed.stds]),
-        tendency_std=np.concatenate([tendencies.stds, np.zeros(len(store.statics))]),
-        count=np.concatenate([moments.count, fixed.count]),
-        first=first, last=last, num_times=number,
-        store_fingerprint=store.fingerprint, times_fingerprint=_fingerprint(store.times, indices),
+    layout = store.shards.layout
+    following = set(steps_after(store.times, indices))
+    held = np.empty(layout.shape, layout.dtype)
+
+    def sums() -> Iterator[tuple[Moments, Moments | None]]:
+        for done, time in enumerate(indices.tolist(), 1):
+            step = StepSums(store.packing, layout.shape[0], [-1] if time in following else [])
+            for group, rows in pieces(layout):
+                piece = store.read_stored(time, range(group.start, group.stop), rows)
+                before = held[group, rows]
+                step.add(group, piece, {-1: before} if time in following else {})
+                before[...] = piece
+            yield step.values, step.changes.get(-1)
+            if progress is not None:
+                progress(done, indices.size)
+
+    names = store.statics.names
+    statistics = merged(
+        store.channels, store.statics, store.times, indices, sums(),
+        moments_of(store.read_statics(names) if names else None), store.fingerprint,
     )  # fmt: skip
-    _report(statistics)
+    require_values(statistics)
     return statistics
 
 
-def _report(statistics: Statistics) -> None:
-    empty = [n for n, count in zip(statistics.names, statistics.count, strict=True) if count == 0]
+def moments_of(fields: np.ndarray | None) -> Moments:
+    """Of statics, (static, lat, lon); None: there are none."""
+    planes = () if fields is None else fields
+    moments = Moments(len(planes))
+    for position, plane in enumerate(planes):
+        moments.add(position, plane.astype(np.float64))
+    return moments
+
+
+def merged(
+    channels: Channels,
+    statics: Channels,
+    times: TimeAxis,
+    indices: np.ndarray,
+    sums: Iterable[tuple[Moments, Moments | None]],
+    fixed: Moments,
+    store_fingerprint: str,
+) -> Statistics:
+    """Statistics from the sums of each time.
+
+    indices: the times used, ascending. sums: for each of them the moments of its values, and of
+    the change from the step before if that is one of them. fixed: of the statics.
+    """
+    moments, changes = Moments(len(channels)), Moments(len(channels))
+    for values, change in sums:
+        moments.merge(values)
+        if change is not None:
+            changes.merge(change)
+    first, last, number = span(times, indices)
+    return Statistics(
+        names=(*channels.names, *statics.names),
+        mean=np.concatenate([moments.means, fixed.means]),
+        std=np.concatenate([moments.stds, fixed.stds]),
+        tendency_std=np.concatenate([changes.stds, np.zeros(len(statics))]),
+        count=np.concatenate([moments.count, fixed.count]),
+        first=first, last=last, num_times=number,
+        store_fingerprint=store_fingerprint, times_fingerprint=_fingerprint(times, indices),
+    )  # fmt: skip
+
+
+def steps_after(times: TimeAxis, indices: np.ndarray) -> list[int]:
+    """Those of the ascending indices whose step before is one of them too, with no gap between."""
+    return [
+        time
+        for before, time in pairwise(indices.tolist())
+        if time - before == 1 and times.segments[time] == times.segments[before]
+    ]
+
+
+def require_values(statistics: Statistics) -> None:
+    """ValueError where a channel has no value at all; a warning where one has no spread."""
+    empty = names_without_values(statistics)
     if empty:
         raise ValueError(
             f"{', '.join(empty)}: no value at any of the {statistics.num_times} times from"
-            f" {statistics.first} to {statistics.last}"
+            f" {statistics.first} to {statistics.last}; name other training times (`graticule data"
+            " stats STORE --train FIRST/LAST`)"
         )
     for name, mean, std in zip(statistics.names, statistics.mean, statistics.std, strict=True):
         if std == 0:
@@ -234,13 +335,17 @@ def _report(statistics: Statistics) -> None:
             )
 
 
+def names_without_values(statistics: Statistics) -> list[str]:
+    return [n for n, count in zip(statistics.names, statistics.count, strict=True) if count == 0]
+
+
 def _indices(times: np.ndarray) -> np.ndarray:
     """Sorted indices without repeats."""
     assert np.asarray(times).dtype != bool, "indices are asked for, not a mask: np.flatnonzero"
     return np.unique(np.asarray(times, dtype=np.int64))
 
 
-def _span(axis: TimeAxis, times: np.ndarray) -> tuple[str, str, int]:
+def span(axis: TimeAxis, times: np.ndarray) -> tuple[str, str, int]:
     """First and last date and the number of times, for a file and for messages."""
     seconds = axis.seconds[_indices(times)]
     if seconds.size == 0:

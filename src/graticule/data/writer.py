@@ -17,7 +17,15 @@ import zarr
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ShardingCodec
 
 from graticule.config import fingerprint
+from graticule.data.gather import RECORDS, Gatherer
 from graticule.data.shardfile import ShardLayout, ShardWriter, file_digest
+from graticule.data.statistics import (
+    FILE_NAME,
+    Statistics,
+    moments_of,
+    names_without_values,
+    require_values,
+)
 from graticule.data.store import (
     DIGESTS,
     FORMAT,
@@ -30,10 +38,6 @@ from graticule.data.store import (
 from graticule.data.times import UNITS, TimeAxis
 from graticule.grid import Grid
 from graticule.variables import Channels
-
-_RECORDS = "records"
-"""While a store is being written: what is known of each finished step, masks, and whatever is not
-in its place yet. Gone when the store is complete, and with it what a killed process left."""
 
 
 class StoreWriter:
@@ -57,9 +61,12 @@ class StoreWriter:
         splits: dict[str, list[str]] | None = None,
         provenance: dict[str, Any] | None = None,
         inner_chunk: tuple[int, int] | None = None,
+        training: np.ndarray | None = None,
         resume: bool = False,
     ) -> None:
         """inner_chunk: (channels, rows) read together; default all channels x 32 rows.
+        training: indices of the times whose statistics are gathered as they are written, and
+        saved by `finish`; none: no statistics.
         resume: go on with an unfinished store at `path`, which must be this very one."""
         self.path = Path(path)
         occupied = self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir()))
@@ -95,6 +102,10 @@ class StoreWriter:
             (min(chunk_channels, len(channels)), min(chunk_rows, height)),
             self.packing.dtype,
         )
+        self._gatherer = Gatherer(
+            self.path, self.layout, self.packing, times, channels, statics,
+            moments_of(static_fields), [] if training is None else training,
+        )  # fmt: skip
         self._description = {
             "format": FORMAT,
             "channels": channels.to_list(),
@@ -154,7 +165,7 @@ class StoreWriter:
                 array.attrs.update(attributes)
             begun: Any = {"digests": self._small_digests, "inner_chunk": list(layout.chunk)}
             group.attrs.update({**self._description, "complete": False, "begun": begun})
-            (path / _RECORDS / "masks").mkdir(parents=True)
+            (path / RECORDS / "masks").mkdir(parents=True)
             return _renamed(path, self.path)
         finally:
             shutil.rmtree(path, ignore_errors=True)
@@ -179,7 +190,7 @@ class StoreWriter:
         """Pack, write and read back one step: (channel, lat, lon), NaN where there is no value."""
         if not 0 <= time < len(self.times):
             raise ValueError(f"time {time}: the store has times 0 to {len(self.times) - 1}")
-        if self._complete or self._record(time).exists():
+        if self._complete or self._gatherer.record(time).exists():
             raise ValueError(f"{self.path}: {self.times.date(time)} is written already")
         expected = (len(self.channels), *self.grid.shape)
         if fields.shape != expected:
@@ -194,18 +205,39 @@ class StoreWriter:
 
         groups: (channel, lat, lon) stored numbers, as `layout.groups` cuts the channels; only one
         is held at a time. made_from: kept with the record, see `finished`.
+
+        Of a training time the sums are gathered as the groups pass by, see `Gatherer`.
         """
-        date = self.times.date(time)
+        date, gatherer = self.times.date(time), self._gatherer
+        neighbours: dict[int, str] = {}
+        for neighbour in (-1, 1):
+            record = self._whole(time + neighbour) if gatherer.joined(time, neighbour) else None
+            if record is not None:
+                neighbours[neighbour] = record["content"]
         try:
+            sums = gatherer.sums(neighbours)
             written = self._shards.write(
-                self.path / "fields" / "c" / str(time) / "0" / "0" / "0", groups, self._keep_mask,
-                self.path / _RECORDS,
+                self.path / "fields" / "c" / str(time) / "0" / "0" / "0",
+                gatherer.passing(time, groups, sums) if gatherer.wants(time) else groups,
+                self._keep_mask, self.path / RECORDS,
             )  # fmt: skip
-            write_json(self._record(time), {**asdict(written), "made_from": made_from})
+            record = {**asdict(written), "made_from": made_from}
+            if gatherer.wants(time):
+                record["sums"] = sums.values.to_dict()
+            write_json(gatherer.record(time), record)
         except OSError as error:
             raise ValueError(f"{self.path}: cannot write {date}: {error}") from error
         except ValueError as error:
             raise ValueError(f"{self.path}: {date} {error}") from error
+        gatherer.keep_changes(time, written.content, neighbours, sums)
+
+    def changes_left(self) -> list[int]:
+        """As `Gatherer.changes_left`; all steps must be recorded."""
+        return self._gatherer.changes_left()
+
+    def write_change(self, time: int) -> None:
+        """As `Gatherer.write_change`."""
+        self._gatherer.write_change(time)
 
     @cached_property
     def _shards(self) -> ShardWriter:
@@ -215,15 +247,12 @@ class StoreWriter:
         """For other processes; each makes encoders of its own."""
         return {key: value for key, value in self.__dict__.items() if key != "_shards"}
 
-    def _record(self, time: int) -> Path:
-        return self.path / _RECORDS / f"{time}.json"
-
     def _keep_mask(self, bits: np.ndarray) -> str:
         """Keep a mask once, however many channels and steps have it; the name to find it by."""
         name = hashlib.sha256(bits.tobytes()).hexdigest()[:32]
-        path = self.path / _RECORDS / "masks" / name
+        path = self.path / RECORDS / "masks" / name
         if not path.exists():
-            part = self.path / _RECORDS / f"{uuid.uuid4().hex}.part"
+            part = self.path / RECORDS / f"{uuid.uuid4().hex}.part"
             try:
                 part.write_bytes(zlib.compress(bits.tobytes(), 1))
                 os.replace(part, path)
@@ -234,61 +263,73 @@ class StoreWriter:
     def finished(self, time: int) -> str | None:
         """What a step was made from, if it is recorded and its file is, byte for byte, the
         recorded one; else None."""
+        record = self._whole(time)
+        return None if record is None else record["made_from"]
+
+    def _whole(self, time: int) -> dict[str, Any] | None:
         try:
-            record = json.loads(self._record(time).read_text())
+            record = self._gatherer.read_record(time)
         except FileNotFoundError:
             return None
         shard = self.path / "fields" / "c" / str(time) / "0" / "0" / "0"
-        masks = (self.path / _RECORDS / "masks" / name for name in set(record["masks"]))
+        masks = (self.path / RECORDS / "masks" / name for name in set(record["masks"]))
         whole = (
-            shard.is_file()
+            ("sums" in record or not self._gatherer.wants(time))
+            and shard.is_file()
             and shard.stat().st_size == record["bytes"]
             and all(mask.is_file() for mask in masks)
             and file_digest(shard) == record["sha256"]
         )
-        return record["made_from"] if whole else None
+        return record if whole else None
 
     def unfinished(self) -> list[int]:
         """Steps without a record; none of a complete store, whose records are gone."""
-        folder = self.path / _RECORDS
+        folder = self.path / RECORDS
         names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         left = [time for time in range(len(self.times)) if f"{time}.json" not in names]
         return [] if left and read_attributes(self.path).get("complete") else left
 
     def finish(self) -> Store:
-        """Record the mask, what is missing and the fingerprint; the store is then complete.
+        """Record the mask, what is missing, the statistics and the fingerprint; the store is then
+        complete. ValueError, of a store that is complete, where a channel has no value in the
+        training times: there are no statistics then.
 
         Several processes may finish at once: what they write is the same, and put in place whole.
         """
         if read_attributes(self.path).get("complete"):
             return Store(self.path)
+        statistics: Statistics | None = None
         try:
-            self._finish()
-        except FileNotFoundError:
+            statistics = self._finish()
+        except (FileNotFoundError, ValueError):
             if not read_attributes(self.path).get("complete"):
                 raise
             # Another process finished, and removed the records, meanwhile.
-        shutil.rmtree(self.path / _RECORDS, ignore_errors=True)
+        shutil.rmtree(self.path / RECORDS, ignore_errors=True)
         self._complete = True
+        if statistics is not None:
+            require_values(statistics)
         return Store(self.path)
 
-    def _finish(self) -> None:
+    def _finish(self) -> Statistics | None:
         left = self.unfinished()
         if left:
             raise ValueError(
                 f"{self.path}: {len(left)} of {len(self.times)} times were not written,"
                 f" the first is {self.times.date(left[0])}"
             )
+        for time in self._gatherer.changes_left():
+            self._gatherer.write_change(time)
         valid = np.zeros((len(self.times), len(self.channels)), np.int64)
         contents: list[str] = []
         masks: list[set[str]] = [set() for _ in self.channels]
         for time in range(len(self.times)):
-            record = json.loads(self._record(time).read_text())
+            record = self._gatherer.read_record(time)
             valid[time] = record["valid"]
             contents.append(record["content"])
             for seen, name in zip(masks, record["masks"], strict=True):
                 seen.add(name)
-        path = self.path / _RECORDS / f"{uuid.uuid4().hex}.part"
+        path = self.path / RECORDS / f"{uuid.uuid4().hex}.part"
         digests = dict(self._small_digests)
         try:
             digests["wet"] = self._write_wet(path, masks, valid)
@@ -299,9 +340,13 @@ class StoreWriter:
             shutil.rmtree(path, ignore_errors=True)
         write_json(self.path / DIGESTS, contents)
         digest = fingerprint({**self._description, "data": contents, **digests})
+        statistics = self._gatherer.statistics(digest)
+        if statistics is not None and not names_without_values(statistics):
+            write_json(self.path / FILE_NAME, statistics.to_dict())
         _set_attributes(self.path, {
             **self._description, "fingerprint": digest, "digests": digests, "complete": True,
         })  # fmt: skip
+        return statistics
 
     def _write_wet(self, path: Path, masks: Sequence[set[str]], valid: np.ndarray) -> str:
         """Write `wet` and `missing` into a group at `path`, a channel at a time: all of them are
@@ -316,7 +361,7 @@ class StoreWriter:
         for channel, names in enumerate(masks):
             seen = np.zeros(-(-height * width // 8), np.uint8)
             for name in names:
-                packed = (self.path / _RECORDS / "masks" / name).read_bytes()
+                packed = (self.path / RECORDS / "masks" / name).read_bytes()
                 seen |= np.frombuffer(zlib.decompress(packed), np.uint8)
             plane = np.unpackbits(seen, count=height * width).astype(bool).reshape(height, width)
             if not plane.any():

@@ -346,6 +346,8 @@ class Scores:
         try:
             part.write_text(text.getvalue())
             os.replace(part, path)
+        except OSError as error:
+            raise ValueError(f"cannot write {path}: {error}; make room or access") from error
         finally:
             part.unlink(missing_ok=True)
 

@@ -101,8 +101,8 @@ class Stretches:
                 if parts < ENOUGH and in_circles(i) < ENOUGH:
                     longest = int(found.length.max(initial=0))
                     reasons[i] = (
-                        f"{parts:.0%} of its area lies in runs of at least {FEWEST_COLUMNS}"
-                        f" columns, {ENOUGH:.0%} are needed (the longest has {longest})"
+                        f"segments of {FEWEST_COLUMNS} columns cover {parts:.0%} of its area,"
+                        f" {ENOUGH:.0%} are needed (its longest run has {longest} columns)"
                     )
         voters = [i for i, reason in enumerate(reasons) if not reason]
         circles = bool(voters) and all(in_circles(i) >= ENOUGH for i in voters)

@@ -13,6 +13,7 @@ that was left before.
 import contextlib
 import json
 import logging
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,11 @@ def layouts(channels: Channels) -> list[Layout]:
     dims: dict[tuple[tuple[float, ...], str], str] = {}
     taken = {*DIMS, *(channel.variable for channel in channels)}
     for variable in dict.fromkeys(channel.variable for channel in channels):
+        if not re.fullmatch(r"[A-Za-z0-9_][^/\\]*", variable):
+            raise ValueError(
+                f"a variable cannot be called {variable!r} in a forecast file: a name begins with a"
+                " letter, digit or underscore and has no slash; rename it in the store"
+            )
         if variable in DIMS:
             raise ValueError(f"a variable cannot be called {variable}: the forecast has this dim")
         members = [i for i, channel in enumerate(channels) if channel.variable == variable]

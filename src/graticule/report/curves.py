@@ -29,6 +29,7 @@ from graticule.report.strokes import (
     reference_stroke,
     stroke,
 )
+from graticule.report.subject import grouping
 
 __all__ = [
     "activity_curves", "loss_curves", "memory_curve", "score_curves", "spectra_curves",
@@ -98,8 +99,7 @@ def score_curves(
             ("Normalised RMSE: mean over channels of RMSE / training standard deviation"
              if channel == "normalised" else f"RMSE of {channel} ({units})")
             + f", weighted by area, {_scored(scores)}. {_weights(scores)}"
-            f" References: persistence and the climatology (grouping:"
-            f" {scores['climatology']})."
+            f" References: persistence and the climatology ({grouping(scores)})."
         ),
         alt=_score_words(channel, units, lines, rivals, hours),
         svg=svg,

@@ -8,6 +8,10 @@ from graticule.report.picture import figures, lead_words
 from graticule.report.subject import Subject, lead_names, ratios, series
 
 REFERENCES = ("persistence", "climatology")
+NOISE = 2
+"""Power at short waves, over the truth's, from which a reader is warned."""
+LEVEL = 1.005
+"""Of two RMSEs: up to this ratio the runs are level, as the curves say it."""
 
 
 def summary(subject: Subject) -> list[str]:
@@ -63,7 +67,9 @@ def _training(subject: Subject) -> str:
     losses = [line for line in run.metrics if line.get("validation_loss") is not None]
     if losses:
         said += f"; its validation loss at step {losses[-1]['step']:,} was"
-        said += f" {losses[-1]['validation_loss']:.4g}"
+        said += f" {losses[-1]['validation_loss'] / settings.leads:.4g}"
+        if settings.leads > 1:
+            said += f" (mean over {leads})"
     return said + "."
 
 
@@ -123,11 +129,12 @@ def short_power(scores: dict[str, Any]) -> dict[str, dict[int, float]]:
 
 def _activity(scores: dict[str, Any]) -> list[str]:
     """Whether the forecast is as active and as fine as the truth at the last lead."""
-    told = []
+    told: list[str] = []
+    praised = False
     for found, what, less, alike, more in (
         (activity(scores), "activity", "damped", "as active as the truth", "too active"),
-        (short_power(scores), "power at short waves", "smoother than the truth",
-         "as fine as the truth", "rougher than the truth"),
+        (short_power(scores), "power at short waves", "too smooth", "as fine as the truth",
+         "too rough"),
     ):  # fmt: skip
         if not found:
             continue
@@ -138,10 +145,11 @@ def _activity(scores: dict[str, Any]) -> list[str]:
         span = f"{figures(at[low])} ({low})"
         span = span if low == high else f"{span} to {figures(at[high])} ({high})"
         told.append(
-            f"At {lead_names(scores)[last]} its forecasts are"
+            f"{'But at' if praised and hows else 'At'} {lead_names(scores)[last]} its forecasts are"
             f" {' in part, and in part '.join(hows) or alike}: their {what} is {span} times the"
             " truth's."
         )
+        praised = not hows
     return told
 
 
@@ -170,7 +178,8 @@ def _unfinished(subject: Subject) -> list[str]:
 
 
 def _of_losses(subject: Subject) -> list[str]:
-    metrics, settings, found = subject.run.metrics, subject.run.config.train, []
+    metrics, settings = subject.run.metrics, subject.run.config.train
+    found: list[str] = []
     lost = [line["step"] for line in metrics if line.get("loss") is None]
     if lost:
         found.append(
@@ -183,7 +192,8 @@ def _of_losses(subject: Subject) -> list[str]:
             f"{len(skipped):,} of {len(metrics):,} steps were skipped, the last at step"
             f" {skipped[-1]:,}: float16 gradients overflowed and the loss scale was halved."
         )
-    valid = [(line["step"], line["validation_loss"]) for line in metrics
+    # The mean over leads, as the picture draws it.
+    valid = [(line["step"], line["validation_loss"] / settings.leads) for line in metrics
              if line.get("validation_loss") is not None]  # fmt: skip
     if valid:
         step, best = min(valid, key=lambda pair: pair[1])
@@ -248,12 +258,31 @@ def _of_scores(scores: dict[str, Any]) -> list[str]:
                 " lead, unless the leads cover different times."
             )
             break
+    noisy = {
+        name: ratio[max(ratio)]
+        for name, ratio in short_power(scores).items()
+        if ratio[max(ratio)] > NOISE
+    }
+    if noisy:
+        most = max(noisy, key=noisy.__getitem__)
+        found.append(
+            f"Noise at short waves: at the last lead the power there is more than {NOISE} times the"
+            f" truth's in {len(noisy):,} of {len(short_power(scores)):,} channels, most in {most}"
+            f" ({figures(noisy[most])} times)."
+        )
     return found
 
 
 def _of_comparison(subject: Subject) -> list[str]:
     found = []
     for label, theirs in subject.others_scores.items():
+        ours, other = (series(s, "normalised") for s in (subject.scores or {"rows": []}, theirs))
+        shared = sorted(set(ours) & set(other))
+        if shared and ours[shared[-1]] > LEVEL * other[shared[-1]]:
+            found.append(
+                f"{label} is better at the last lead that both have: its normalised RMSE is"
+                f" {figures(other[shared[-1]])}, that of this run {figures(ours[shared[-1]])}."
+            )
         for what in differences(subject.scores, theirs):
             found.append(
                 f"{label} was scored over another {what}: its curve is no fair comparison."

@@ -35,6 +35,10 @@ PIXELS = round(PANEL_INCHES * DPI)
 _LEFT, _BETWEEN, _TITLE, _FOOT = 0.65, 0.2, 0.5, 1.05
 """Inches: left of a row, between panels, above and below them."""
 _UNSIGNED, _SIGNED, _DIFFERENCE = "viridis", "BrBG", "RdBu_r"
+HEADINGS = {
+    "rmse": "RMSE of this start, area-weighted",
+    "bias": "bias of this start, area-weighted",
+}
 _USUAL = ("standard", "gregorian", "proleptic_gregorian")
 _DATE = "%Y-%m-%d %H:%M"
 
@@ -117,7 +121,7 @@ def forecast_maps(
             f" weights {weights}"
             f"{' (' + str(attributes['weights']) + ')' if 'weights' in attributes else ''}."
             f" One scale for truth and forecast, one for all differences; arrows where values lie"
-            f" beyond."
+            f" beyond. RMSE and bias in the table are of this start alone, weighted by area."
             + (" Land is grey." if any(np.isnan(row.truth).any() for row in rows) else "")
             + (
                 ""
@@ -129,7 +133,9 @@ def forecast_maps(
         ),
         alt=_words(channel, units, rows, told),
         png=png,
-        table=[row.scores for row in rows],
+        table=[
+            {HEADINGS.get(name, name): value for name, value in row.scores.items()} for row in rows
+        ],
     )
 
 
@@ -191,7 +197,8 @@ def _words(channel: str, units: str, rows: list[_Row], told: list[str]) -> str:
         parts.append(
             f"At {lead} the truth reaches from {s['truth_min']} to {s['truth_max']} {units} and the"
             f" forecast from {s['forecast_min']} to {s['forecast_max']}; they differ by"
-            f" {s['rmse']} (RMSE), at most by {s['largest_difference']}."
+            f" {s['rmse']} (RMSE of this start, area-weighted), at most by"
+            f" {s['largest_difference']}."
         )
     return f"Maps of {channel}: truth, forecast and their difference. " + " ".join(parts)
 

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from graticule.config import Config
 from graticule.data.samples import SampleSource
-from graticule.report.folder import RunFolder
+from graticule.report.folder import RunFolder, lineage
 from graticule.report.page import Html, number, table
 from graticule.report.picture import lead_words
-from graticule.report.subject import Subject, by
+from graticule.report.subject import Opened, Subject, by
 
 MOST_STARTS = 6
 """Initial times that a command names one by one."""
@@ -20,7 +19,7 @@ def model_rows(subject: Subject) -> list[list[Any]]:
     run, config = subject.run, subject.run.config
     model, settings = config.model, config.train
     rows: list[list[Any]] = [
-        ["recipe", config.name or "unnamed"],
+        ["name", config.name or "unnamed"],
         ["parameters", number(run.description.get("parameters"))],
         ["model", f"{model.family}, patch {model.patch}, width {model.width}, {model.depth} blocks,"
                   f" {model.heads} heads, windows {by(model.window_shape)},"
@@ -143,23 +142,67 @@ def origin_rows(subject: Subject) -> list[list[Any]]:
 
 
 def commands(subject: Subject) -> list[str]:
-    """What to type to train, forecast, score and report again, from the first run of the lineage.
+    """What to type to make a generated store, train, forecast, score and report again.
 
-    Folders are written with `-again` behind the run's own name.
+    Every run comes after the one that its weights come from, the runs compared with last. Folders
+    are written with `-again` behind the run's own name.
     """
-    lines: list[str] = []
-    start = ""
-    for run in (*reversed(subject.lineage), subject.run):
-        out = _again(run)
-        settings = [f"train.start_from={start}"] if start else []
-        lines.append(_line("graticule train", run.path / "config.json", settings, out))
-        start = str(out)
-    out = Path(start)
-    lines.append(_line("graticule forecast", out, _forecast_settings(subject), None,
-                       _starts(subject)))  # fmt: skip
-    lines.append(_line("graticule evaluate", out / "forecast.zarr", [], None))
-    lines.append(_line("graticule report", out, [], None))
+    made = store_command(subject)
+    lines = [made] if made else []
+    trained: set[Path] = set()
+    compare: list[str] = []
+    kept = [("", subject.run, list(subject.lineage), subject.forecast)]
+    for label, run in subject.others.items():
+        file = run.path / "forecast.zarr"
+        kept.append((label, run, lineage(run)[0], Opened.read(file) if file.exists() else None))
+    for label, run, earlier, opened in kept:
+        start = ""
+        for each in (*reversed(earlier), run):
+            settings = [f"train.start_from={start}"] if start else []
+            out = _again(each)
+            if each.path.resolve() not in trained:
+                lines.append(_line("graticule train", each.path / "config.json", settings, out))
+                trained.add(each.path.resolve())
+            start = str(out)
+        out = Path(start)
+        if not label or opened is not None:
+            lines.append(_line("graticule forecast", out, _forecast_settings(run, opened), None,
+                               _starts(subject, opened)))  # fmt: skip
+            lines.append(_line("graticule evaluate", out / "forecast.zarr", [], None))
+        if label:
+            compare += ["--compare", f"{label}={out}"]
+    lines.append(f"{_line('graticule report', _again(subject.run), [], None)} {shlex.join(compare)}"
+                 .rstrip())  # fmt: skip
     return lines
+
+
+def store_command(subject: Subject) -> str | None:
+    """What makes the store of the training, if that is the demo planet or ocean; else None."""
+    path = subject.run.config.data.store
+    provenance = subject.training_store.attributes.get("provenance", {}) if (
+        subject.training_store
+    ) else {}  # fmt: skip
+    for kind, options in _GENERATED.items():
+        made = provenance.get(kind[0])
+        if not made or not path or not all(name in made for name in options):
+            continue
+        words = ["graticule", "data", kind[1], "--out", path]
+        for name, option in options.items():
+            words += [option, f"{made[name]:g}" if isinstance(made[name], float) else
+                      str(made[name])]  # fmt: skip
+        if provenance.get("coast"):
+            words.append("--coast")
+        return shlex.join(words)
+    return None
+
+
+_SHARED = {"num_lat": "--lat", "num_lon": "--lon", "dt_seconds": "--dt-seconds", "seed": "--seed"}
+_GENERATED = {
+    ("planet", "demo"): {"num_runs": "--runs", "samples_per_run": "--samples", **_SHARED},
+    ("ocean", "ocean"): {"num_years": "--years", "calendar": "--calendar",
+                         "max_speed": "--max-speed", **_SHARED},
+}  # fmt: skip
+"""(key of a store's provenance, kind of `graticule data`): options by what was recorded."""
 
 
 def _again(run: RunFolder) -> Path:
@@ -179,12 +222,12 @@ def _line(
     return shlex.join(words)
 
 
-def _forecast_settings(subject: Subject) -> list[str]:
+def _forecast_settings(run: RunFolder, opened: Opened | None) -> list[str]:
     """What `graticule forecast` was told with --set."""
-    made = _forecast_config(subject)
+    made = opened.config if opened else None
     if made is None:
         return []
-    ours, theirs = subject.run.config.to_dict(), made.to_dict()
+    ours, theirs = run.config.to_dict(), made.to_dict()
     found = []
     for section in ("forecast", "data"):
         for key, value in theirs[section].items():
@@ -195,12 +238,12 @@ def _forecast_settings(subject: Subject) -> list[str]:
     return found
 
 
-def _starts(subject: Subject) -> tuple[str, ...]:
+def _starts(subject: Subject, opened: Opened | None) -> tuple[str, ...]:
     """Initial times that were named, where they are not those of the split."""
-    made = _forecast_config(subject)
-    if made is None or subject.store is None or subject.forecast is None:
+    made = opened.config if opened else None
+    if made is None or subject.store is None or opened is None:
         return ()
-    dates = subject.forecast.init_times
+    dates = opened.init_times
     try:
         usual = SampleSource(subject.store, made.data).starts(
             made.forecast.split, made.forecast.leads
@@ -211,7 +254,3 @@ def _starts(subject: Subject) -> tuple[str, ...]:
         pass  # no such split: they were named
     named = tuple(date.isoformat() for date in dates[:MOST_STARTS])
     return (*named, "...") if len(dates) > MOST_STARTS else named
-
-
-def _forecast_config(subject: Subject) -> Config | None:
-    return subject.forecast.config if subject.forecast else None

@@ -29,8 +29,14 @@ from graticule.report.page import (
     tag,
 )
 from graticule.report.picture import Picture
-from graticule.report.provenance import commands, data_rows, model_rows, origin_rows
-from graticule.report.subject import Subject, lead_names, ratios, series
+from graticule.report.provenance import (
+    commands,
+    data_rows,
+    model_rows,
+    origin_rows,
+    store_command,
+)
+from graticule.report.subject import Subject, grouping, lead_names, ratios, series
 
 Shown = Callable[..., Html]
 """(function that draws, its arguments) -> the figure, or the reason why there is none."""
@@ -239,8 +245,8 @@ def _score_table(subject: Subject) -> list[Html]:
              "/ persistence", "/ climatology", "bias", "MAE", "ACC"], rows,
         ),
         paragraph(
-            f"Pooled by area over {scores['pairs']:,} forecast fields. Climatology: the mean over"
-            f" the training times, grouped by {scores['climatology']}. Ratios below 1 are better"
+            f"Pooled by area over {scores['pairs']:,} forecast fields. Climatology:"
+            f" {grouping(scores)}. Ratios below 1 are better"
             " than the reference. Normalised: mean over channels of RMSE over the training"
             " standard deviation."
         ),
@@ -273,7 +279,7 @@ def _spectra(subject: Subject, shown: Shown) -> list[Html]:
     return [
         paragraph(
             "Power by zonal wavenumber. Where the forecast's power falls below the truth's, those"
-            " scales are smoothed away; where it lies above, they are noise."
+            " scales are smoothed away; where it lies far above, they are noise."
         ),
         _which_channels(subject),
         beside(drawn),
@@ -381,12 +387,18 @@ def _warnings(found: list[str]) -> list[Html]:
     return [tag("p", text, class_="warning") for text in found]
 
 
+def _store_words(subject: Subject) -> str:
+    if store_command(subject) is None:
+        return ""
+    return "The first command makes the store: leave it out where the store is still there. "
+
+
 def _again(subject: Subject) -> list[Html]:
     return [
         paragraph(
-            "These commands train, forecast, score and report once more, with the configuration"
-            " above, in folders of their own. The same versions on the same kind of device give"
-            " the same numbers."
+            f"{_store_words(subject)}These commands train, forecast, score and report once more,"
+            " with the configuration above, in folders of their own. The same versions on the same"
+            " kind of device give the same numbers."
         ),
         block("\n".join(commands(subject)), "Commands"),
         paragraph(

@@ -17,6 +17,8 @@ from graticule.report.picture import (
 from graticule.report.strokes import WIDTH_INCHES, legend, log_axis, stroke
 
 MOST_WAVENUMBERS = 160
+WIDEST = 1000
+"""The ratio's axis reaches to this and to one part of it, no farther."""
 
 
 def spectra_curves(spectra: Spectra, *, channel: str, leads: Sequence[int]) -> Picture:
@@ -71,9 +73,9 @@ def spectra_curves(spectra: Spectra, *, channel: str, leads: Sequence[int]) -> P
                 axis.axvspan(last, 2 * spectra.wavenumber[-1], color="0.92", zorder=0)
         log_axis(lower, "x", wavenumber[0] * 0.93, wavenumber[-1] * 1.07)
         shares = ratio[np.isfinite(ratio) & (ratio > 0)]
-        # Thirty at most: a tail that the truth lacks would flatten what matters.
-        log_axis(lower, "y", max(1 / 30, min(0.7, shares.min(initial=1) / 1.1)),
-                 min(30, max(1.4, shares.max(initial=1) * 1.1)))  # fmt: skip
+        # A tail that one of them lacks would flatten what matters.
+        log_axis(lower, "y", max(1 / WIDEST, min(0.7, shares.min(initial=1) / 1.1)),
+                 min(WIDEST, max(1.4, shares.max(initial=1) * 1.1)))  # fmt: skip
         upper.set_ylabel("power" if units == "1" else f"power ({squared})")
         lower.set_ylabel("model / truth")
         lower.set_xlabel("wavenumber (cycles per circle of latitude)")
@@ -94,6 +96,9 @@ def spectra_curves(spectra: Spectra, *, channel: str, leads: Sequence[int]) -> P
             f" long at the equator. Weights {weights}."
             + (f" Beyond wavenumber {last:g} (shaded) the truth has no more than a millionth of its"
                " variance, and no ratio is drawn." if cut else "")
+            + (f" The ratio reaches from {figures(shares.min())} to {figures(shares.max())}; its"
+               f" axis is cut at 1/{WIDEST} and {WIDEST}."
+               if shares.size and (shares.min() < 1 / WIDEST or shares.max() > WIDEST) else "")
             + ("" if wavenumber.size == spectra.wavenumber.size
                else f" {spectra.wavenumber.size} wavenumbers, averaged to {wavenumber.size}.")
         ),

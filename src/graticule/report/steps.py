@@ -18,6 +18,8 @@ Runs = Sequence[tuple[str, list[dict[str, Any]]]]
 GROUPS = 240
 """Of steps, over all runs: a run of 100,000 steps stays a picture of some 100 kB."""
 MARKS = 60
+FEW = 20
+"""A running median over fewer steps than these would say no more than the steps do."""
 GIB = 2**30
 
 
@@ -26,7 +28,9 @@ class _Course:
     """The losses of a run, by groups of steps that follow each other.
 
     leads: of the rollout. points: (step, loss), the smallest and the largest of each group.
-    median: (step, loss) over `window` steps; NaN where a group has no finite loss.
+    median: (step, loss) over `window` steps; NaN where a group has no finite loss. Of a few steps
+    the window is 1, and no line is drawn.
+    ends: first, largest and last of the median.
     table: one row a group.
     """
 
@@ -39,7 +43,7 @@ class _Course:
     validation: list[tuple[int, float]] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
-    ends: tuple[float, float] | None = None
+    ends: tuple[float, float, float] | None = None
     table: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -69,8 +73,9 @@ def loss_curves(runs: Runs) -> Picture:
             log_axis(axes[0], "y", min(drawn) / margin, max(drawn) * margin)
         handles = [
             Line2D([], [], **_POINTS, label="loss of a step"),
-            Line2D([], [], color=COLOURS[0], label="running median"),
         ]  # fmt: skip
+        if any(c.window > 1 for c in courses):
+            handles.append(Line2D([], [], color=COLOURS[0], label="running median"))
         if any(c.validation for c in courses):
             handles.append(Line2D([], [], **_VALIDATION, label="validation"))
         if any(c.lost for c in courses):
@@ -89,8 +94,8 @@ def loss_curves(runs: Runs) -> Picture:
             f"Loss (normalised, without unit) against the optimizer step of each run"
             f"{', logarithmic' if logarithmic else ''}. "
             + " ".join(
-                f"{c.label}: {c.leads} lead{'s' if c.leads > 1 else ''}, line: median over"
-                f" {c.window} step{'s' if c.window > 1 else ''}"
+                f"{c.label}: {c.leads} lead{'s' if c.leads > 1 else ''}"
+                + (f", line: median over {c.window} steps" if c.window > 1 else "")
                 + (f", {len(c.lost)} steps without a finite loss" if c.lost else "")
                 + (f", {len(c.skipped)} steps skipped" if c.skipped else "")
                 + "."
@@ -118,7 +123,7 @@ def _course(label: str, lines: list[dict[str, Any]], groups: int) -> _Course:
     leads = max((len(line.get("lead_losses") or [0]) for line in lines), default=1)
     steps = np.array([int(line["step"]) for line in lines], dtype=np.int64)
     losses = np.array([_number(line.get("loss")) for line in lines], dtype=np.float64) / leads
-    window = max(1, 2 * (len(lines) // 80) + 1) if len(lines) > 10 else 1
+    window = max(5, 2 * (len(lines) // 80) + 1) if len(lines) >= FEW else 1
     last = int(steps[-1]) if len(lines) else 0
     course = _Course(label=label, leads=leads, steps=last, window=window)
     course.validation = [
@@ -152,10 +157,9 @@ def _course(label: str, lines: list[dict[str, Any]], groups: int) -> _Course:
                 "skipped": int(sum(bool(lines[i].get("skipped")) for i in part)),
             }
         )  # fmt: skip
-    good = losses[np.isfinite(losses)]
-    if good.size:
-        share = max(1, good.size // 20)
-        course.ends = float(np.median(good[:share])), float(np.median(good[-share:]))
+    medians = [median for _, median in course.median if np.isfinite(median)]
+    if medians:
+        course.ends = medians[0], max(medians), medians[-1]
     return course
 
 
@@ -179,9 +183,10 @@ def _draw_losses(axis: "Axes", course: _Course) -> None:
     }
     axis.plot(*_columns(course.points), marker="o", linestyle="", **dots)
     steps, median = _columns(course.median)
-    # A line needs two points: one between two gaps, or a run of one step, is a dot.
-    alone = sum(np.isfinite(median)) == 1
-    axis.plot(steps, median, color=COLOURS[0], marker="o" if alone else "")
+    if course.window > 1:
+        # A line needs two points: one between two gaps is a dot.
+        alone = sum(np.isfinite(median)) == 1
+        axis.plot(steps, median, color=COLOURS[0], marker="o" if alone else "")
     kept = _thinned(course.validation, MARKS)
     axis.plot(*_columns(kept), **_VALIDATION)
     foot = axis.get_xaxis_transform()
@@ -210,15 +215,19 @@ def _thinned(values: Sequence[Any], most: int) -> list[Any]:
 def _loss_words(course: _Course, several: bool) -> str:
     if course.ends is None:
         return f"{course.label} has no finite loss in {course.steps} steps."
-    first, last = course.ends
+    first, largest, last = course.ends
     what = "loss (mean over leads)" if several else "loss"
     if course.steps == 1:
         text = f"The {what} of {course.label} is {figures(first)} at its one step"
     else:
+        between = largest > 1.02 * max(first, last) > 0
+        over = f" (running median over {course.window} steps)" if course.window > 1 else ""
         text = (
-            f"The {what} of {course.label} {goes(first, last)} from {figures(first)} to"
-            f" {figures(last)} over {course.steps} steps"
+            f"The {what} of {course.label}{over} {'goes' if between else goes(first, last)} from"
+            f" {figures(first)} to {figures(last)} over {course.steps} steps"
         )
+        if between:
+            text += f" and is {figures(largest)} at its largest in between"
     if course.validation:
         step, loss = course.validation[-1]
         text += f"; the validation loss is {figures(loss)} at step {step}"

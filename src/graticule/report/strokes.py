@@ -40,7 +40,8 @@ def clipped(text: str, length: int) -> str:
 def legend(figure: "Figure", handles: Sequence[Any], axis: "Axes | None" = None) -> None:
     """Outside of the data, above all axes or above `axis`, in as many columns as fit."""
     labels = [clipped(str(handle.get_label()), 48) for handle in handles]
-    room = figure.get_figwidth() * 72 - 10
+    # Above one axis the legend begins where the axis does, right of its labels.
+    room = figure.get_figwidth() * 72 - (10 if axis is None else 60)
     fitting = (n for n in range(len(labels), 0, -1) if _legend_points(labels, n) <= room)
     look: dict[str, Any] = {
         "ncols": next(fitting, 1), "handlelength": 2.2, "columnspacing": 1.2, "borderpad": 0.1,
@@ -53,9 +54,9 @@ def legend(figure: "Figure", handles: Sequence[Any], axis: "Axes | None" = None)
 
 
 def _legend_points(labels: Sequence[str], columns: int) -> float:
-    """About how wide a legend is; columns are filled one after the other."""
-    deep = -(-len(labels) // columns)
-    widest = [max(map(len, labels[i : i + deep])) for i in range(0, len(labels), deep)]
+    """About how wide a legend is; matplotlib splits labels evenly over all of the columns."""
+    parts = np.array_split(np.arange(len(labels)), columns)
+    widest = [max(len(labels[i]) for i in part) for part in parts if part.size]
     return sum(5.9 * letters + 42 for letters in widest)
 
 

@@ -36,7 +36,13 @@ nav li { break-inside: avoid; padding: 0.1rem 0; }
 .warning { border-left: 4px solid var(--warn-line); background: var(--warn-paper);
   color: var(--warn-ink); padding: 0.6rem 0.9rem; }
 .warning a { color: inherit; }
-.scroll { overflow-x: auto; max-width: 100%; margin: 0.75rem 0; }
+/* A shadow at the side where more of a wide table waits; the paper scrolls along and hides it. */
+.scroll { overflow-x: auto; max-width: 100%; margin: 0.75rem 0;
+  background: linear-gradient(to right, var(--paper) 40%, transparent) left / 3rem 100% local,
+    linear-gradient(to left, var(--paper) 40%, transparent) right / 3rem 100% local,
+    linear-gradient(to right, var(--soft), transparent) left / 1rem 100% scroll,
+    linear-gradient(to left, var(--soft), transparent) right / 1rem 100% scroll;
+  background-repeat: no-repeat; }
 table { border-collapse: collapse; font-size: 0.92rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; padding: 0.25rem 0 0.4rem; }
 /* A caption is as wide as its table and would scroll away with it. */

@@ -147,5 +147,13 @@ def lead_names(scores: dict[str, Any]) -> dict[int, str]:
     return dict(zip(hours, lead_words(list(hours.values())), strict=True))
 
 
+def grouping(scores: dict[str, Any]) -> str:
+    """What the climatology is: a mean of all training times, or of those of a group."""
+    how = scores["climatology"]
+    if how == "all":
+        return "the mean of all training times"
+    return f"the mean of the training times, grouped by {how}"
+
+
 def by(shape: Sequence[int]) -> str:
     return " × ".join(str(n) for n in shape)

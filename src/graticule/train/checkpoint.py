@@ -134,6 +134,12 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
+def weights_of(checkpoint: Path) -> str:
+    """Which weights these are: `CONFIG FINGERPRINT/step N`, as a forecast of them names them."""
+    state = read_state(checkpoint)
+    return f"{state['fingerprints']['config']}/step {state['step']}"
+
+
 def groups(checkpoint: Path) -> list[str]:
     """Which of `model`, `average`, `optimizer` are there."""
     return sorted(path.name for path in checkpoint.iterdir() if path.is_dir())

@@ -28,7 +28,7 @@ from graticule.train.task import Task
 
 MAY_CHANGE = (
     "train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.validate_every",
-    "train.tensorboard", "data.read_threads",
+    "train.tensorboard", "data.read_threads", "data.read_waves",
 )  # fmt: skip
 _log = logging.getLogger(__name__)
 
@@ -129,10 +129,12 @@ def _flat(config: Config) -> dict[str, Any]:
     }
 
 
-def write_description(out: Path, task: Task, step: int) -> None:
+def write_description(out: Path, task: Task, step: int, started_from: str) -> None:
+    """started_from: which weights a new run began with; empty: random ones, or it is resumed."""
     session = {"after_step": step, "device": str(task.device), "versions": versions()}
     path = out / "run.json"
-    earlier = _read(path).get("sessions", []) if path.exists() else []
+    before = _read(path) if path.exists() else {}
+    earlier = before.get("sessions", [])
     write_json(out / "config.json", task.config.to_dict())
     write_json(
         path,
@@ -143,6 +145,7 @@ def write_description(out: Path, task: Task, step: int) -> None:
             "parameters": sum(p.numel() for p in task.model.parameters()),
             "rollout_gradient": task.config.train.rollout_gradient,
             "leads": task.config.train.leads,
+            "started_from": started_from or before.get("started_from", ""),
             "sessions": [*earlier, session],
         },
     )

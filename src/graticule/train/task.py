@@ -117,6 +117,7 @@ class Task:
             leads=settings.leads,
             roll_seed=settings.seed if rolled else None,
             threads=self.config.data.read_threads,
+            waves=self.config.data.read_waves,
             device=self.device,
         )
 

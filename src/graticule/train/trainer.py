@@ -93,7 +93,7 @@ def train(
         if run.step >= config.train.steps:
             _log.info("%s has its %d steps already", out, config.train.steps)
             return checkpoint.find(out)
-        write_description(out, task, run.step)
+        write_description(out, task, run.step, run.started_from)
         leads = config.train.leads
         across = (
             "full over" if config.train.rollout_gradient == "full" else "detached within each of"
@@ -110,8 +110,10 @@ class _Run:
         self.step = 0
         model, channels = task.model, task.source.channel_names
         self.loss_scale = LossScale() if self.settings.precision == "fp16" else None
+        self.started_from = ""
         if start is None and self.settings.start_from:
             loaded = self._load_weights(model, channels)
+            self.started_from = checkpoint.weights_of(loaded.checkpoint)
             kind = "averaged" if loaded.averaged else "last"
             _log.info("starting from the %s weights of %s", kind, loaded.checkpoint)
             theirs = loaded.state["fingerprints"]["statistics"]
