@@ -544,7 +544,7 @@ def test_a_channel_without_a_spectrum_is_named(
     fields = np.random.default_rng(4).normal(size=(12, *GRID.shape)).astype(np.float32)
     store = make_store(tmp_path / "s", lambda day: fields[day])
     scores = score(make_forecast(tmp_path / "f.zarr", lambda day, lead: fields[day]), store)
-    assert "no spectrum of zos: 0% of its area lies in runs of at least 8 columns" in caplog.text
+    assert "no spectrum of zos: segments of 8 columns cover 0% of its area" in caplog.text
     assert "No spectrum of zos; the file of spectra says why." in scores.table()
     told = scores.to_dict()["spectra"]["channels"]
     assert told["zos"]["short_power_ratio"] == [None] * 3

@@ -214,7 +214,9 @@ def test_workers_write_the_same_store_and_end_at_an_error(
     calls: list[tuple[int, int]] = []
     store = ingest([path], tmp_path / "store", variables=NAMES, splits=TRAIN, workers=2,
                    progress=lambda *done: calls.append(done))  # fmt: skip
-    assert calls == [(i, 6) for i in range(1, 7)]
+    assert calls[:6] == [(i, 6) for i in range(1, 7)]
+    # Changes between steps that both workers missed come on top, if there are any.
+    assert all(6 < done <= total for done, total in calls[6:])
     assert_same(store, whole)
     assert caplog.text.count("thetao@0.5 holds") == 1, "what both workers warn of is told once"
     dataset["u10"][5, 2, 2] = np.inf

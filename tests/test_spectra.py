@@ -276,10 +276,10 @@ def test_a_channel_without_long_runs_has_no_spectrum_and_says_why() -> None:
     stretches = chosen(GLOBE, counted)
     assert stretches.kind[0] == "circles"
     assert stretches.kind[1] == (
-        "none: 0% of its area lies in runs of at least 8 columns, 75% are needed (the longest has"
-        " 7)"
+        "none: segments of 8 columns cover 0% of its area, 75% are needed (its longest run has 7"
+        " columns)"
     )
-    assert "the longest has 0" in stretches.kind[2]
+    assert "its longest run has 0" in stretches.kind[2]
     assert stretches.share.tolist() == [1, 0, 0]
     fields = np.where(counted, noise(counted.shape), np.nan)
     spectra = spectra_of(stretches, [(0, fields, fields)], num_leads=1)
@@ -400,7 +400,9 @@ def test_the_file_is_plain_to_xarray(spectra: Spectra, tmp_path: Path) -> None:
         assert data["lead_time"].values.astype("timedelta64[h]").astype(int).tolist() == [6, 12]
         rows = data["rows"].sel(channel="ice")
         assert rows.values.tolist() == [0, 0]
-        assert str(rows["kind"].values).startswith("none: 0% of its area")
+        assert str(rows["kind"].values).startswith(
+            "none: segments of 8 columns cover 0% of its area"
+        )
 
 
 def test_an_existing_file_is_refused_and_only_spectra_are_replaced(

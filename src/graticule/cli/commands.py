@@ -215,7 +215,7 @@ def run_evaluate(options: argparse.Namespace) -> int:
     from graticule.tasks import evaluate_forecast, record_stage
 
     if not Path(options.forecast).exists():
-        raise ValueError(f"{options.forecast} is not there; graticule forecast RUN makes one")
+        raise ValueError(f"{options.forecast}: no forecast there; graticule forecast RUN makes one")
     base = Path(options.out or Path(options.forecast).with_suffix(".scores"))
     csv, json = (base.with_name(base.name + suffix) for suffix in (".csv", ".json"))
     spectra = base.with_name(base.name.removesuffix(".scores") + ".spectra.nc")
