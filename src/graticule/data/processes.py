@@ -33,9 +33,12 @@ def child_processes(workers: int) -> Iterator[Callable[..., Future]]:
     try:
         yield submit
     except BaseException as error:  # of a child, Ctrl-C, a reader who has enough
-        for process in multiprocessing.active_children():
-            if process not in others:
+        for process in [p for p in multiprocessing.active_children() if p not in others]:
+            # A signal that comes between fork and exec is lost: again, until the child is gone. The
+            # pause is for one that finishes what it must not leave half done.
+            while process.is_alive():
                 process.terminate()
+                process.join(5)
         if isinstance(error, BrokenProcessPool):
             raise ValueError(
                 f"a process that computed ended without a word ({error}): out of memory? In a"
