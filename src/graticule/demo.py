@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from graticule.config import Config, override
+from graticule.config import Config, TrainConfig, override
 from graticule.data.demo import write_demo_store
 from graticule.data.planet import Planet
 from graticule.data.processes import child_processes, result_of
@@ -207,7 +207,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def same_compute(tuning: Any) -> Any:
+def same_compute(tuning: TrainConfig) -> TrainConfig:
     """One lead a step, in as many more steps as make the same number of model applications."""
     return replace(
         tuning, leads=1, steps=tuning.steps * tuning.leads,

@@ -1,18 +1,14 @@
 """The one form of a result, and what a bench is told."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from graticule.tasks import Bar, no_bar
 
 
-def _silent(*_: Any) -> None:
+def _silent(text: str) -> None:
     pass
-
-
-def _no_bar(title: str, unit: str) -> AbstractContextManager[Callable[..., None]]:
-    return nullcontext(_silent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +21,7 @@ class Setting:
     """
 
     say: Callable[[str], None] = _silent
-    bar: Callable[[str, str], AbstractContextManager[Callable[..., None]]] = _no_bar
+    bar: Bar = no_bar
     out: Path | None = None
     seeds: tuple[int, ...] = (0,)
 

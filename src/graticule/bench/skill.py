@@ -22,8 +22,9 @@ from graticule.recipes import recipe
 from graticule.tasks import evaluate_forecast, forecast_of, trained_run
 
 TITLE = (
-    "RMSE on the test run at every lead: hierarchical against p = 8 without sampling at equal"
-    " tokens, p = 2 against p = 4, and fine-tuning over 1, 2, 4, 8 leads against half as many"
+    "RMSE on the test run, mean over ten leads: hierarchical against p = 8 without sampling at"
+    " equal tokens, and p = 2 against p = 4; at the last lead: fine-tuning over 2, 4, 8 leads"
+    " against half as many"
 )
 OUT = Path("runs/bench-skill")
 ROLLOUTS = (1, 2, 4, 8)
@@ -74,8 +75,9 @@ def configs(store: Path, out: Path, seed: int) -> dict[str, Config]:
 
 
 def rows(setting: Setting) -> list[Row]:
-    """Ratios of normalised RMSE, below 1 where ours is better; over several seeds the means, and
-    in the note the figure of each.
+    """Ratios of normalised RMSE, below 1 where ours is better: of means over leads (sampling,
+    patch) or of the last lead, over several seeds of their means. The note has the ratio of every
+    seed and lead: a row can hold where one of these does not.
 
     A stopped bench goes on where it was: each run resumes from its checkpoint, and what is
     scored is not computed again.
