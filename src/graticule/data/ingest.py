@@ -9,8 +9,7 @@ is dropped, merged, converted or not understood is logged.
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -21,12 +20,14 @@ import xarray as xr
 from graticule import __version__
 from graticule.config import fingerprint
 from graticule.data import known
+from graticule.data.packings import PackingChoice, chosen_packing
+from graticule.data.pieces import Piece
 from graticule.data.plan import ChosenLevels, Levels, arrange, plan_variables
-from graticule.data.processes import each
-from graticule.data.sources import Piece, open_sources, pieces_of
+from graticule.data.shares import Everyone, Progress
+from graticule.data.sources import open_sources, pieces_of
 from graticule.data.statistics import FILE_NAME, span
-from graticule.data.steps import Steps, own_packing, read_statics
-from graticule.data.store import Packing, Store, read_attributes
+from graticule.data.steps import Steps, read_statics
+from graticule.data.store import Store, read_attributes
 from graticule.data.times import TimeAxis
 from graticule.data.writer import StoreWriter
 from graticule.variables import Channels, Role
@@ -34,8 +35,6 @@ from graticule.variables import Channels, Role
 logger = logging.getLogger(__name__)
 
 _HASHED_BYTES = 2**28
-Progress = Callable[[int, int], None]
-PackingChoice = Literal["source", "float32", "int16"]
 
 
 def ingest(
@@ -137,12 +136,12 @@ def ingest(
                     "%s has no statistics; compute them with `graticule data stats %s`", out, out
                 )
             return Store(out)
-        everyone = _Everyone(steps, workers, progress)
-        chosen_packing, kept = _packing(packing, everyone, begun)
-        steps = everyone.steps = steps.with_packing(chosen_packing, kept)
+        everyone = Everyone(steps, workers, progress)
+        stored_as, kept = chosen_packing(packing, everyone, begun)
+        steps = everyone.steps = steps.with_packing(stored_as, kept)
         existed = out.exists()
         writer = StoreWriter(
-            out, channels=steps.channels, grid=grid, times=times, packing=chosen_packing,
+            out, channels=steps.channels, grid=grid, times=times, packing=stored_as,
             statics=Channels([channel for variable in static for channel in variable.channels]),
             static_fields=read_statics(static, grid), splits=splits, inner_chunk=inner_chunk,
             provenance=provenance, training=_training(times, splits), resume=True,
@@ -237,167 +236,11 @@ def _levels(asked: Sequence[float] | Literal["all"] | None, kind: known.Source) 
     return ChosenLevels(kind.levels, must_exist=False) if kind.levels else None
 
 
-@dataclass
-class _Everyone:
-    """All processes of an ingest: steps shared out, messages and progress gathered."""
-
-    steps: Steps
-    workers: int
-    progress: Progress | None
-    done: int = 0
-    total: int = 0
-    said: set[str] = field(default_factory=set)
-
-    def write(self, indices: Sequence[int], writer: StoreWriter) -> None:
-        """Write the steps at `indices`; those that are there, of the same files, are verified."""
-        self.total += len(indices)
-        there = 0
-        for messages, was_there in each(_Write(self.steps, writer), indices, self.workers):
-            there += was_there
-            self._tell(messages)
-        if there:
-            logger.info("%s: %d finished steps were there and are verified", writer.path, there)
-
-    def write_changes(self, writer: StoreWriter) -> None:
-        """Compute the changes from step to step that nobody could while writing."""
-        try:
-            left = writer.changes_left()
-            if not left:
-                return
-            logger.info(
-                "statistics: both steps are read again for %d changes from step to step, of steps"
-                " that were written at the same moment or before a stop", len(left),
-            )  # fmt: skip
-            self.total += len(left)
-            for _ in each(writer.write_change, left, self.workers):
-                self._tell({})
-        except (FileNotFoundError, ValueError):
-            if not read_attributes(writer.path).get("complete"):
-                raise
-            # Another part finished, and removed the records, meanwhile.
-
-    def extremes(self) -> tuple[np.ndarray, np.ndarray, set[str]]:
-        """(channel,) lowest and highest value of all times, and `Steps.extremes`'s clashes."""
-        number = len(self.steps.times)
-        self.total += 2 * number  # the second time is `write`'s
-        low = np.full(len(self.steps.channels), np.inf)
-        high = -low
-        clashes: set[str] = set()
-        for least, most, clash, messages in each(
-            _Extremes(self.steps), range(number), self.workers
-        ):
-            low, high, clashes = np.minimum(low, least), np.maximum(high, most), clashes | clash
-            self._tell(messages)
-        self.total -= number
-        return low, high, clashes
-
-    def _tell(self, messages: dict[str, str]) -> None:
-        for key, text in messages.items():
-            if key not in self.said:
-                self.said.add(key)
-                logger.warning("%s", text)
-        self.done += 1
-        if self.progress is not None:
-            self.progress(self.done, self.total)
-
-
-@dataclass(frozen=True)
-class _Write:
-    steps: Steps
-    writer: StoreWriter
-
-    def __call__(self, index: int) -> tuple[dict[str, str], bool]:
-        made_from = self.steps.made_from(index)
-        there = self.writer.finished(index) == made_from
-        if not there:
-            groups = self.steps.stored(index, self.writer.layout.groups)
-            self.writer.write_stored(index, groups, made_from)
-        return self.steps.take_messages(), there
-
-
-@dataclass(frozen=True)
-class _Extremes:
-    steps: Steps
-
-    def __call__(self, index: int) -> tuple[np.ndarray, np.ndarray, set[str], dict[str, str]]:
-        return (*self.steps.extremes(index), self.steps.take_messages())
-
-
 def _times_of(part: tuple[int, int] | None, number: int) -> list[int]:
     """The i-th of n runs of neighbouring times, as equal as can be."""
     if part is None:
         return list(range(number))
     return [int(i) for i in np.array_split(np.arange(number), part[1])[part[0] - 1]]
-
-
-def _packing(
-    choice: PackingChoice, everyone: _Everyone, begun: Mapping[str, Any]
-) -> tuple[Packing, frozenset[str]]:
-    """The store's packing, and the variables whose own numbers it keeps."""
-    steps = everyone.steps
-    own = {variable.name: own_packing(variable) for variable in steps.dynamic}
-    reasons = [why for packing, why in own.values() if packing is None]
-    if choice == "source" and reasons:
-        some = [name for name, (packing, _) in own.items() if packing is not None]
-        if some:
-            logger.warning(
-                "stored as float32, which moves a value by up to 6e-8 of itself: %s. --packing"
-                " int16 keeps the numbers of %s and rounds the others",
-                "; ".join(reasons), ", ".join(some),
-            )  # fmt: skip
-        else:
-            logger.info("stored as float32: %s", "; ".join(reasons))
-    if choice == "float32" or (choice == "source" and reasons):
-        return Packing(), frozenset()
-    there = begun.get("packing")
-    if choice == "source":
-        scale, offset, clashes = np.empty(0), np.empty(0), set()
-    elif there is not None:
-        scale, offset = np.array(there["scale"]), np.array(there["offset"])
-        clashes = {
-            name
-            for name, (packing, _) in own.items()
-            if packing is not None and not _is_kept(steps, name, packing, scale, offset)
-        }
-    else:
-        ranged, clashes = _over_range(everyone)
-        assert ranged.scale is not None
-        assert ranged.offset is not None
-        scale, offset = ranged.scale, ranged.offset
-    kept = {name: packing for name, (packing, _) in own.items()
-            if packing is not None and name not in clashes}  # fmt: skip
-    scales, offsets = [], []
-    for i, channel in enumerate(steps.channels):
-        own_scale, own_offset = kept.get(channel.variable) or (scale[i], offset[i])
-        scales.append(own_scale)
-        offsets.append(own_offset)
-        if channel.variable not in kept:
-            logger.info("%s: rounded to int16, by up to %.2g %s", channel.name, own_scale / 2,
-                        channel.units)  # fmt: skip
-    if kept:
-        logger.info("numbers, scale and offset of the source are kept: %s", ", ".join(kept))
-    return Packing(np.array(scales), np.array(offsets)), frozenset(kept)
-
-
-def _is_kept(
-    steps: Steps, name: str, own: tuple[float, float], scale: np.ndarray, offset: np.ndarray
-) -> bool:
-    rows = [i for i, channel in enumerate(steps.channels) if channel.variable == name]
-    return all((scale[i], offset[i]) == own for i in rows)
-
-
-def _over_range(everyone: _Everyone) -> tuple[Packing, set[str]]:
-    """int16 over each channel's range, after one pass over all times, and the variables whose own
-    numbers meet the store's codes."""
-    low, high, clashes = everyone.extremes()
-    names = everyone.steps.channels.names
-    bad = np.flatnonzero(~(np.isfinite(low) & np.isfinite(high)))
-    if bad.size:
-        what = "no value at any time" if low[bad[0]] > high[bad[0]] else "infinite values"
-        raise ValueError(f"{names[int(bad[0])]} holds {what}")
-    for name in sorted(clashes):
-        logger.warning("%s: a value of it is stored as one of the store's codes", name)
-    return Packing.over_range(low, high), clashes
 
 
 def _refuse_places(sources: Sequence[Path], out: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from graticule.data import cf
 from graticule.data import units as unit_table
-from graticule.data.sources import Piece
+from graticule.data.pieces import Piece
 from graticule.data.times import TimeAxis, date_of
 from graticule.variables import Channel, Channels, Role
 

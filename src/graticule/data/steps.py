@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from graticule.config import fingerprint
+from graticule.data.pieces import BlockReader, Piece
 from graticule.data.plan import Variable
 from graticule.data.shardfile import LAND
-from graticule.data.sources import BlockReader, Piece
 from graticule.data.store import LARGEST, Packing
 from graticule.data.times import TimeAxis
 from graticule.grid import Grid
