@@ -354,47 +354,43 @@ def test_memory_has_a_bound_however_many_steps_are_taken(store: Store) -> None:
 # Each byte once
 
 
-def test_planes_that_deliveries_share_are_read_once(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = source_of(store, **TWO)
-    order = Order(source.starts("train", leads=4), seed=1)
-    read: list[int] = []
+@pytest.fixture
+def chunks_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The time of each inner chunk that is read, as it is read."""
+    times: list[int] = []
     original = Shards._chunk
     monkeypatch.setattr(
         Shards, "_chunk",
         lambda self, file, place, *more: (
-            read.append(place[0]), original(self, file, place, *more)
+            times.append(place[0]), original(self, file, place, *more)
         ),
     )  # fmt: skip
+    return times
+
+
+def test_planes_that_deliveries_share_are_read_once(store: Store, chunks_read: list[int]) -> None:
+    source = source_of(store, **TWO)
+    order = Order(source.starts("train", leads=4), seed=1)
     loader = Loader(source, order, range(1), batch=1, leads=4)
     planes = sum(t[:, :, 0].numel() // (8 * 16) for _, ts in deliveries(loader) for t in ts)
     start = order.start(0)
     # Two states in, eight out, forcing at eight of these ten: ten times, one chunk each.
-    assert read == list(range(start - 1, start + 9))
+    assert chunks_read == list(range(start - 1, start + 9))
     assert planes == 2 + 4 * (2 + 2)
 
 
 def test_samples_side_by_side_read_a_time_they_share_once(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, chunks_read: list[int]
 ) -> None:
     source = source_of(store)
-    read: list[int] = []
-    original = Shards._chunk
-    monkeypatch.setattr(
-        Shards, "_chunk",
-        lambda self, file, place, *more: (
-            read.append(place[0]), original(self, file, place, *more)
-        ),
-    )  # fmt: skip
     loader = Loader(source, Order(np.arange(16), None), range(8), batch=8, leads=2)
     for starts, tensors in deliveries(loader):
         assert starts == list(range(8))
         assert len(tensors[0]) == 8
     # States 0 to 7 serve the inputs and, but for 8, the first lead; of the second lead's 1 to 9,
     # 8 is at hand. One sample alone would read 5 times five, eight of them 40.
-    assert read[:9] == list(range(9))
-    assert sorted(read[9:]) == [1, 2, 3, 4, 5, 6, 7, 9]
+    assert chunks_read[:9] == list(range(9))
+    assert sorted(chunks_read[9:]) == [1, 2, 3, 4, 5, 6, 7, 9]
 
 
 @pytest.mark.parametrize("part", [(slice(2, 5), slice(None)), (slice(None), slice(3, 9)),
