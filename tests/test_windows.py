@@ -122,7 +122,7 @@ def test_a_stride_two_convolution_reads_one_row_from_above_and_none_from_below()
 
 def test_a_globe_is_padded_by_its_own_columns_and_by_zero_rows():
     x = torch.arange(1.0, 9).view(1, 1, 2, 4)
-    padded = ConvPad("globe", kernel=3)(x)[0, 0]
+    padded = ConvPad("globe", (2, 4), kernel=3)(x)[0, 0]
     assert padded.tolist() == [
         [0] * 6, [4, 1, 2, 3, 4, 1], [8, 5, 6, 7, 8, 5], [0] * 6,
     ]  # fmt: skip
@@ -131,7 +131,7 @@ def test_a_globe_is_padded_by_its_own_columns_and_by_zero_rows():
 @pytest.mark.parametrize(("kernel", "stride", "dilation"), [(3, 1, 1), (3, 2, 1), (5, 1, 2)])
 @pytest.mark.parametrize("height", [4, 5])
 def test_the_gradient_of_a_pad_is_its_adjoint(height, kernel, stride, dilation):
-    pad = ConvPad("globe", kernel=kernel, stride=stride, dilation=dilation)
+    pad = ConvPad("globe", (height, 6), kernel=kernel, stride=stride, dilation=dilation)
     x = torch.randn(2, 3, height, 6, dtype=torch.float64, requires_grad=True)
     padded = pad(x)
     y = torch.randn_like(padded)
@@ -141,7 +141,7 @@ def test_the_gradient_of_a_pad_is_its_adjoint(height, kernel, stride, dilation):
 
 def test_a_kernel_wider_than_the_circle_is_refused():
     with pytest.raises(ValueError, match="circle of 4 columns"):
-        ConvPad("globe", kernel=11)(torch.zeros(1, 1, 4, 4))
+        ConvPad("globe", (4, 4), kernel=11)
 
 
 def test_the_published_field_is_padded_on_all_sides_with_the_smaller_half_first():

@@ -58,27 +58,45 @@ class ConvPad(nn.Module):
     """Pad (batch, feature, lat, lon) for a convolution that then runs without padding."""
 
     def __init__(
-        self, boundary: Boundary, *, kernel: int, stride: int = 1, dilation: int = 1
+        self,
+        boundary: Boundary,
+        points: tuple[int, int],
+        *,
+        kernel: int,
+        stride: int = 1,
+        dilation: int = 1,
     ) -> None:
+        """points: (lat, lon) of the field that is padded, all of it."""
         super().__init__()
-        self.boundary, self.kernel, self.stride, self.dilation = boundary, kernel, stride, dilation
+        self.boundary, self.points = boundary, points
+        self.kernel, self.stride, self.dilation = kernel, stride, dilation
+        self.north, self.south = reach(points[0], kernel, stride, dilation)
+        self.west, self.east = reach(points[1], kernel, stride, dilation)
+        if boundary == "globe" and (max(self.west, self.east) > points[1] or points[1] % stride):
+            raise ValueError(
+                f"a circle of {points[1]} columns cannot be read by kernel {kernel}, stride"
+                f" {stride}, dilation {dilation}: it needs a width that the stride divides and at"
+                f" least {max(self.west, self.east)} columns"
+            )
 
     def forward(self, x: Tensor) -> Tensor:
-        height, width = x.shape[-2:]
-        north, south = reach(height, self.kernel, self.stride, self.dilation)
-        west, east = reach(width, self.kernel, self.stride, self.dilation)
         if self.boundary == "paper":
-            return F.pad(x, (west, east, north, south))
-        if max(west, east) > width or width % self.stride:
-            raise ValueError(
-                f"a circle of {width} columns cannot be read by kernel {self.kernel}, stride"
-                f" {self.stride}, dilation {self.dilation}: it needs a width that the stride"
-                f" divides and at least {max(west, east)} columns"
-            )
-        return _Wrap.apply(x, (north, south, west, east))
+            return F.pad(x, (self.west, self.east, self.north, self.south))
+        return _Wrap.apply(x, (self.north, self.south, self.west, self.east))
 
     def extra_repr(self) -> str:
-        return f"{self.boundary}, {self.kernel=}, {self.stride=}, {self.dilation=}"
+        return f"{self.boundary}, {self.points}, {self.kernel=}, {self.stride=}, {self.dilation=}"
+
+
+class Crop(nn.Module):
+    """Keep the first `points` (lat, lon): a transposed convolution yields surplus ones."""
+
+    def __init__(self, points: tuple[int, int]) -> None:
+        super().__init__()
+        self.points = points
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., : self.points[0], : self.points[1]]
 
 
 class FieldPad(nn.Module):

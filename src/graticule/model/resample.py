@@ -8,15 +8,17 @@ from torch import Tensor, nn
 
 from graticule.model.layers import Conv, TransposedConv
 from graticule.model.norms import FieldGroupNorm
-from graticule.model.pad import Boundary, ConvPad
+from graticule.model.pad import Boundary, ConvPad, Crop
 
 
 class ConvNormAct(nn.Module):
     """Conv 3x3, group norm over the field, SiLU."""
 
-    def __init__(self, width: int, groups: int, boundary: Boundary) -> None:
+    def __init__(
+        self, width: int, groups: int, boundary: Boundary, points: tuple[int, int]
+    ) -> None:
         super().__init__()
-        self.pad = ConvPad(boundary, kernel=3)
+        self.pad = ConvPad(boundary, points, kernel=3)
         self.conv = Conv(width, width, kernel=3)
         self.norm = FieldGroupNorm(groups, width)
 
@@ -25,14 +27,21 @@ class ConvNormAct(nn.Module):
 
 
 class Down(nn.Module):
-    """(batch, width, lat, lon) -> (batch, width, ceil(lat / stride), ceil(lon / stride))."""
+    """(batch, width, lat, lon) -> (batch, width, ceil(lat / stride), ceil(lon / stride)).
 
-    def __init__(self, width: int, stride: int, groups: int, boundary: Boundary) -> None:
+    points: (lat, lon) of the field that comes in.
+    """
+
+    def __init__(
+        self, width: int, stride: int, groups: int, boundary: Boundary, points: tuple[int, int]
+    ) -> None:
         super().__init__()
-        self.pad = ConvPad(boundary, kernel=3, stride=stride)
+        self.pad = ConvPad(boundary, points, kernel=3, stride=stride)
         self.conv = Conv(width, width, kernel=3, stride=stride)
+        coarse = -(-points[0] // stride), -(-points[1] // stride)
         self.body = nn.Sequential(
-            ConvNormAct(width, groups, boundary), ConvNormAct(width, groups, boundary)
+            ConvNormAct(width, groups, boundary, coarse),
+            ConvNormAct(width, groups, boundary, coarse),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,18 +50,19 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """Back to `shape` (lat, lon) tokens: a transposed convolution whose surplus row is cropped."""
+    """Back to `points` (lat, lon): a transposed convolution whose surplus row is cropped."""
 
     def __init__(
-        self, width: int, stride: int, groups: int, boundary: Boundary, shape: tuple[int, int]
+        self, width: int, stride: int, groups: int, boundary: Boundary, points: tuple[int, int]
     ) -> None:
         super().__init__()
-        self.shape = shape
         self.conv = TransposedConv(width, width, stride=stride)
+        self.crop = Crop(points)
         self.body = nn.Sequential(
-            ConvNormAct(width, groups, boundary), ConvNormAct(width, groups, boundary)
+            ConvNormAct(width, groups, boundary, points),
+            ConvNormAct(width, groups, boundary, points),
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)[..., : self.shape[0], : self.shape[1]]
+        y = self.crop(self.conv(x))
         return self.body(y) + y

@@ -117,9 +117,13 @@ class Swin(nn.Module):
             window=window,
             boundary=boundary,
         )
+        self.scales = {1: field, patch: patches, patch * sampling: self.windows.tokens}
+        """(lat, lon) points of what the modules hold, by how many field points one spans."""
         self.pad = FieldPad(boundary, grid, field)
         self.embed = PatchEmbedding(in_channels, width, patch)
-        self.down = Down(width, sampling, norm_groups, boundary) if sampling > 1 else nn.Identity()
+        self.down = (
+            Down(width, sampling, norm_groups, boundary, patches) if sampling > 1 else nn.Identity()
+        )
         self.enter = Enter(self.windows)
         self.blocks = nn.ModuleList(
             SwinBlock(width, heads, mlp_ratio, self.windows, bias_table, shifted=bool(i % 2))
