@@ -32,7 +32,7 @@ def glorys12_raw(name: str, day: int, level: int, lat: np.ndarray, lon: np.ndarr
 def write_glorys12(
     path: Path, days: list[int], *, descending: bool = False, lat_type: type = np.float32
 ) -> Path:
-    """Days from 2020-01-01 on, 11 x 18 points, all 50 depths, mlotst beside them."""
+    """Days since 2020-01-01, 11 x 18 points, all 50 depths, mlotst beside them."""
     lat = np.linspace(-80, 90, 11)[:: -1 if descending else 1]
     lon = -180 + 20.0 * np.arange(18)
     with netCDF4.Dataset(path, "w") as file:
@@ -49,7 +49,7 @@ def write_glorys12(
             file[name].setncatts({"standard_name": name, **attributes})
         time = file.createVariable("time", "f4", ("time",))
         time.setncatts({"units": "hours since 1950-01-01", "calendar": "gregorian"})
-        time[:] = 613584 + 24 * np.array(days)
+        time[:] = 613608 + 24 * np.array(days)
         for name, (scale, offset, units, standard) in GLORYS12_PACKING.items():
             levels = 1 if name == "zos" else 50
             dims = ("time", *([] if name == "zos" else ["depth"]), "latitude", "longitude")

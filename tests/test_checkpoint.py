@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from children import in_a_child
-from graticule.train import checkpoint
+from graticule.train import checkpoint, seal
+from graticule.train import tensors as storage
 
 CHANNELS = {"prognostic": ["thetao@5", "so@5"], "forcing": ["uo"], "static": []}
 
@@ -115,20 +116,20 @@ def test_a_kill_during_a_save_leaves_the_checkpoint_before_it(
 
     def save_and_die() -> None:
         if moment == "after one group":
-            write = checkpoint._write_tensors
+            create = storage._File.__init__
 
-            def once(folder: Path, named: Any) -> None:
-                if folder.name == "optimizer":
+            def once(self: Any, path: Path, entries: Any) -> None:
+                if path.parent.name == "optimizer":
                     kill()
-                write(folder, named)
+                create(self, path, entries)
 
-            checkpoint._write_tensors = once
+            storage._File.__init__ = once
         elif moment == "before the seal":
-            checkpoint._seal = kill
+            seal.write = kill
         elif moment == "before the rename":
             checkpoint.os.rename = kill
         else:
-            checkpoint._sync = lambda path: kill() if path.name == "checkpoints" else None
+            seal.sync = lambda path: kill() if path.name == "checkpoints" else None
         save(tmp_path, 10)
 
     assert os.WTERMSIG(in_a_child(save_and_die)) == signal.SIGKILL
@@ -190,7 +191,7 @@ def test_no_space_while_sealing_is_told_too(
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_sync", full)
+    monkeypatch.setattr(seal, "sync", full)
     with pytest.raises(ValueError, match=r"No space left on device; the last whole one is none"):
         save(tmp_path, 1)
     assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -104,7 +104,16 @@ def test_every_command_is_there() -> None:
         *(f"graticule data {kind}" for kind in ("demo", "ocean", "ingest", "check", "stats")),
         *(
             f"graticule {name}"
-            for name in ("demo", "info", "train", "forecast", "evaluate", "report", "bench")
+            for name in (
+                "demo",
+                "info",
+                "train",
+                "forecast",
+                "evaluate",
+                "report",
+                "verify",
+                "bench",
+            )
         ),
     }
 
@@ -157,7 +166,7 @@ def test_examples_of_info_run_as_they_stand(capsys: pytest.CaptureFixture[str]) 
         (["train", "demo", "--set", "train.steps"], "write section.key=value"),
         (["train", "demo", "--set", "train.steps=many"], "train.steps='many'"),
         (["train", "demo", "--set", "train.steps=0"], "train.steps=0 must be at least 1"),
-        (["train", "demo", "--set", "mesh.window=2"], "this version runs on one process"),
+        (["train", "demo", "--set", "mesh.window=2"], "2 processes, and 1 was started: torchrun"),
         (["info", "demo", "--set", "data.grid=none"], "data/planet.zarr is no store"),
         (
             ["info", "demo", "--set", "data.store=", "--set", "data.grid=none"],
@@ -174,7 +183,10 @@ def test_examples_of_info_run_as_they_stand(capsys: pytest.CaptureFixture[str]) 
         (["data", "ingest", "n.nc", "--out", "x", "--chunk", "3"], "write CHANNELS,ROWS"),
         (["forecast", "none"], "none holds no complete checkpoint"),
         (["evaluate", "none.zarr"], "none.zarr: no forecast there"),
-        (["bench", "stp"], "no bench 'stp'; there are loader, skill, step, store"),
+        (
+            ["bench", "stp"],
+            "no bench 'stp'; there are loader, overhead, skill, step, store, windows",
+        ),
         (["demo", "--set", "train.stepz=2"], "did you mean train.steps?"),
     ],
 )
@@ -405,7 +417,7 @@ def test_a_check_that_fails_gives_exit_code_1(
 
 
 def test_a_reader_who_has_enough_is_no_error(store: Store) -> None:
-    command = [sys.executable, "-m", "graticule.cli", "data", "stats", str(store.path), "--json"]
+    command = [sys.executable, "-m", "graticule", "data", "stats", str(store.path), "--json"]
     read, write = os.pipe()
     os.close(read)
     process = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)

@@ -257,10 +257,37 @@ def test_a_rule_is_told_with_its_numbers(setting: str, message: str) -> None:
         after(setting)
 
 
-@pytest.mark.parametrize("axis", ["data", "member", "window", "sequence", "tensor"])
-def test_a_mesh_that_this_version_cannot_run_is_refused(axis: str) -> None:
-    with pytest.raises(ValueError, match=f"mesh.{axis}=2: this version runs on one process; leave"):
-        after(f"mesh.{axis}=2")
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("mesh.data=-1", "mesh.data=-1 must be at least 0"),
+        ("mesh.sequence=-1", "mesh.sequence=-1 must be at least 0"),
+        ("mesh.window=0", "mesh.window=0 must be at least 1"),
+        ("mesh.tensor=0", "mesh.tensor=0 must be at least 1"),
+        ("mesh.member=0", "mesh.member=0 must be at least 1"),
+        ("mesh.member=2", "mesh.member=2: there are no ensembles to share yet; leave it at 1"),
+        ("mesh.fixed_windows=2,2", r"fixed_windows=\(2, 2\) must be two .* is mesh.window=1"),
+        ("mesh.fixed_windows=-1,-1", r"fixed_windows=\(-1, -1\) must be two numbers whose"),
+        ("mesh.stripe_dim=level", r"mesh\.stripe_dim='level': Input should be 'lat' or 'lon'"),
+        ("mesh.weights=shared", r"mesh\.weights='shared': .* 'replicated' or 'sharded'"),
+        ("mesh.windows=4", r"unknown key mesh.windows; did you mean mesh.window\?"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_told_with_its_numbers(setting: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        after(setting)
+
+
+def test_a_mesh_of_many_processes_is_a_configuration_like_any_other() -> None:
+    mesh = after("mesh.window=4", "mesh.sequence=2", "mesh.tensor=2", "mesh.data=3").mesh
+    assert mesh == MeshConfig(data=3, window=4, sequence=2, tensor=2)
+    assert after("mesh.window=6", "mesh.fixed_windows=2,3").mesh.fixed_windows == (2, 3)
+
+
+def test_a_split_to_be_found_is_one_among_ragged_windows() -> None:
+    assert after("mesh.window=8", "mesh.sequence=0").mesh.sequence == 0
+    with pytest.raises(ValueError, match=r"mesh\.sequence=0 looks among ragged windows; set"):
+        after("mesh.window=4", "mesh.fixed_windows=2,2", "mesh.sequence=0")
 
 
 def test_a_memory_budget_is_refused_and_not_ignored() -> None:
@@ -296,7 +323,9 @@ def changed(value: Any, path: str) -> list[Any]:
         "data.forcing_offsets": [[0, 1], []], "data.holes": ["drop-window"],
         "model.boundary": ["paper"], "model.padded_shape": [[8, 16]], "model.window": [9, [8, 9]],
         "model.width": [512], "model.heads": [4], "model.norm_groups": [16],
-        "mesh.stripe_dim": ["lon"], "train.rollout_gradient": ["detached"], "train.loss": ["mse"],
+        "mesh.stripe_dim": ["lon"], "mesh.fixed_windows": [[1, 1]], "mesh.weights": ["sharded"],
+        "mesh.shard_unit": ["model"], "mesh.gather": ["fp32"], "mesh.exchange": ["p2p"],
+        "train.rollout_gradient": ["detached"], "train.loss": ["mse"],
         "train.schedule": ["constant"], "train.precision": ["bf16"], "train.betas": [[0.9, 0.9]],
         "train.ema_decay": [0.5], "forecast.split": ["train"], "forecast.weights": ["last"],
         "evaluate.climatology": ["all", "month"], "evaluate.region": [[0, 1, 2, 3]],
@@ -310,8 +339,7 @@ def changed(value: Any, path: str) -> list[Any]:
     return [["x"], ["x", "y"]] if isinstance(value, list) else ["x"]
 
 
-ONE_VALUE_ONLY = {"model.family", "mesh.data", "mesh.member", "mesh.window", "mesh.sequence",
-                  "mesh.tensor", "memory.budget"}  # fmt: skip
+ONE_VALUE_ONLY = {"model.family", "mesh.member", "memory.budget"}
 
 
 def test_the_fingerprint_changes_with_any_value_of_any_section() -> None:

@@ -139,7 +139,7 @@ def children_of(process: int) -> list[int]:
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_simulation_ends_its_children(tmp_path: Path, ending: int) -> None:
     command = [
-        sys.executable, "-m", "graticule.cli", "data", "demo", "--lat", "24", "--lon", "48",
+        sys.executable, "-m", "graticule", "data", "demo", "--lat", "24", "--lon", "48",
         "--workers", "2", "--samples", "4000", "--out", str(tmp_path / "planet.zarr"),
     ]  # fmt: skip
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)

@@ -85,8 +85,8 @@ def test_glorys12_makes_the_93_channels_of_the_recipe_and_keeps_its_own_numbers(
     tmp_path: Path, told: pytest.LogCaptureFixture
 ) -> None:
     files = [
-        write_glorys12(tmp_path / "a.nc", [1, 2]),
-        write_glorys12(tmp_path / "b.nc", [3], descending=True, lat_type=np.float64),
+        write_glorys12(tmp_path / "a.nc", [0, 1]),
+        write_glorys12(tmp_path / "b.nc", [2], descending=True, lat_type=np.float64),
     ]
     store = ingest(files, tmp_path / "store")
     assert store.channels.names == tuple(recipe("wenhai-small").data.prognostic)
@@ -105,7 +105,7 @@ def test_glorys12_makes_the_93_channels_of_the_recipe_and_keeps_its_own_numbers(
         scale, offset = GLORYS12_PACKING[channel.variable][:2]
         assert (store.packing.scale[number], store.packing.offset[number]) == (scale, offset)
         level = 0 if channel.level is None else depths.index(round(channel.level, 2))
-        for time, day in enumerate((1, 2, 3)):
+        for time, day in enumerate((0, 1, 2)):
             raw = glorys12_raw(channel.variable, day, level, np.linspace(90, -80, 11), lon)
             expected = np.where(raw == GLORYS12_FILL, LAND, raw)
             np.testing.assert_array_equal(store.read_stored(time, [number])[0], expected)
@@ -117,7 +117,7 @@ def test_glorys12_makes_the_93_channels_of_the_recipe_and_keeps_its_own_numbers(
 
 
 def test_levels_are_those_nearest_to_the_numbers_asked_for(tmp_path: Path) -> None:
-    file = write_glorys12(tmp_path / "a.nc", [1, 2])
+    file = write_glorys12(tmp_path / "a.nc", [0, 1])
     store = ingest([file], tmp_path / "some", variables=["thetao", "zos"], levels=[92.32, 0.49])
     assert store.channels.names == ("thetao@92.3261", "thetao@0.494025", "zos")
     everything = ingest([file], tmp_path / "all", variables=["thetao", "zos"], levels="all")
@@ -129,7 +129,7 @@ def test_levels_are_those_nearest_to_the_numbers_asked_for(tmp_path: Path) -> No
 
 
 def test_levels_of_a_recipe_are_an_argument(tmp_path: Path) -> None:
-    file = write_glorys12(tmp_path / "a.nc", [1, 2])
+    file = write_glorys12(tmp_path / "a.nc", [0, 1])
     command = ["data", "ingest", str(file), "--variables", "thetao", "--source", "cf"]
     assert main([*command, "--levels", "wenhai-small", "--out", str(tmp_path / "a")]) == 0
     assert [round(c.level or 0, 2) for c in Store(tmp_path / "a").channels] == [
@@ -141,7 +141,7 @@ def test_levels_of_a_recipe_are_an_argument(tmp_path: Path) -> None:
 
 
 def test_kept_numbers_convert_by_scale_and_offset_alone(tmp_path: Path) -> None:
-    file = write_glorys12(tmp_path / "a.nc", [1, 2])
+    file = write_glorys12(tmp_path / "a.nc", [0, 1])
     options: Any = {"variables": ["thetao"], "levels": [0.49]}
     celsius = ingest([file], tmp_path / "c", **options)
     kelvin = ingest([file], tmp_path / "k", units={"thetao": "K"}, **options)
@@ -152,7 +152,7 @@ def test_kept_numbers_convert_by_scale_and_offset_alone(tmp_path: Path) -> None:
 def test_packed_beside_float32_is_told_and_kept_where_asked(
     tmp_path: Path, told: pytest.LogCaptureFixture
 ) -> None:
-    ocean = write_glorys12(tmp_path / "a.nc", [1, 2])
+    ocean = write_glorys12(tmp_path / "a.nc", [0, 1])
     with xr.open_dataset(ocean, decode_cf=False) as dataset:
         wind = dataset[["zos"]].rename(zos="wind")
         wind["wind"] = (wind.wind.dims, np.linspace(-9, 9, 2 * 198).reshape(2, 11, 18),
@@ -174,7 +174,7 @@ def test_packed_beside_float32_is_told_and_kept_where_asked(
 def test_a_kept_number_that_is_a_code_of_the_store_is_an_error_with_the_way_out(
     tmp_path: Path,
 ) -> None:
-    file = write_glorys12(tmp_path / "a.nc", [1, 2])
+    file = write_glorys12(tmp_path / "a.nc", [0, 1])
     with xr.open_dataset(file, decode_cf=False) as dataset:
         dataset = dataset[["zos"]].load()
     dataset.zos.attrs["_FillValue"] = np.int16(32767)  # -32767 now is a value

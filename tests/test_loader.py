@@ -351,6 +351,27 @@ def test_memory_has_a_bound_however_many_steps_are_taken(store: Store) -> None:
     assert loader.pool.allocated_bytes <= 7 * planes
 
 
+@pytest.mark.parametrize("threads", [1, 4])
+def test_buffers_of_200_batches_are_those_of_the_first_few(store: Store, threads: int) -> None:
+    source = source_of(store)
+    order = Order(source.starts("train", leads=2), seed=0)
+    loader = Loader(source, order, range(0), batch=3, leads=2, threads=threads)
+    buffers: set[int] = set()
+    batches = 0
+    # Twenty epochs, the last batch of each with one sample instead of three.
+    for epoch in range(20):
+        loader.numbers = range(28 * epoch, 28 * (epoch + 1))
+        for _, tensors in deliveries(loader):
+            buffers |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
+            del tensors
+        batches += len(loader)
+    assert batches == 200
+    # As many as deliveries can be alive at once: two ready, one being read, one begun, two held,
+    # one on its way from hand to hand.
+    assert len(buffers) <= 7
+    assert loader.pool.allocated_bytes == len(buffers) * loader.block_bytes
+
+
 # Each byte once
 
 
@@ -446,6 +467,54 @@ def test_ranks_share_the_batches_of_one_process(
         sizes = [len(share[number]) for share in shares]
         assert max(sizes) - min(sizes) <= 1
     assert [key for batch in whole for key, _ in batch] == list(range(first, last))
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, np.ndarray]:
+    """Twelve days of 2 x 4 cells, and their numbers, (time, channel, lat, lon)."""
+    store = write_store(tmp_path_factory.mktemp("short") / "store", days=range(12), splits={},
+                        grid=small_grid(2, 4))  # fmt: skip
+    return store, np.stack([store.read_stored(time) for time in range(12)])
+
+
+@pytest.mark.parametrize("leads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_every_sample_comes_once_for_any_number_of_samples_batch_and_ranks(
+    short: tuple[Store, np.ndarray], threads: int, leads: int
+) -> None:
+    store, fields = short
+    for samples in range(1, 10):
+        last_day = f"{store.times.date(samples + leads - 1):%Y-%m-%d}"
+        source = source_of(store, train=(f"2003-02-21/{last_day}",))
+        starts = source.starts("train", leads=leads)
+        # The last window, too: its last label is the last day.
+        assert starts.tolist() == list(range(samples))
+        order = Order(starts, seed=samples)
+        for batch, ranks in ((b, r) for b in range(1, 5) for r in range(1, b + 1)):
+            case = f"{samples} samples, batch {batch}, {ranks} ranks"
+            epoch = range(samples, 2 * samples)
+            keys: list[int] = []
+            taken: list[int] = []
+            for rank in range(ranks):
+                loader = Loader(source, order, epoch, batch=batch, leads=leads, threads=threads,
+                                rank=rank, ranks=ranks)  # fmt: skip
+                number = 0
+                with closing(iter(loader)) as batches:
+                    for one in batches:
+                        number += 1
+                        keys += one.keys
+                        taken += one.starts
+                        parts = [one.inputs, *(part for _ in range(leads) for part in one.lead())]
+                        for position, start in enumerate(one.starts):
+                            given = [fields[[start], :2]]
+                            for now in range(start, start + leads):
+                                given += [fields[[now], 2:], fields[[now + 1], :2]]
+                            for ours, theirs in zip(parts, given, strict=True):
+                                assert np.array_equal(ours[position].numpy(), theirs), case
+                # As many steps on each rank, or the others wait for it for ever.
+                assert number == -(-samples // batch), case
+            assert sorted(keys) == list(epoch), case
+            assert sorted(taken) == list(range(samples)), case
 
 
 def test_fewer_samples_than_ranks_are_refused(store: Store) -> None:

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from graticule.assemble import Shapes, build_model, describe, draw_weights, shapes_of_config
+from graticule.assemble import Shapes, build_model, describe, shapes_of_config
 from graticule.config import Config, ModelConfig, override
+from graticule.model.layers import Linear
 from graticule.model.swin import Swin, smallest_padded_shape
+from graticule.parallel.materialise import draw_weights
 from graticule.recipes import recipe
 from small_store import write_store
 
@@ -237,22 +239,22 @@ def test_diagnostic_channels_are_not_added_to_a_state():
 
 
 def test_weights_are_drawn_on_the_cpu_for_every_device(monkeypatch):
-    # A generator of the CPU cannot fill tensors elsewhere, and another one draws other numbers.
+    # Another device's generator draws other numbers. `meta` stands for one: nothing can be drawn.
     config = Config(model=ModelConfig(patch=2, width=8, depth=1, heads=2, window=4, norm_groups=2))
-    placed = []
-    plain = Swin.to
+    drawn = []
+    plain = Linear.reset
 
-    def place(model, *args, **kwargs):
-        if args and torch.device(args[0]).type == "cuda":
-            placed.append({name: value.clone() for name, value in model.state_dict().items()})
-            return model
-        return plain(model, *args, **kwargs)
+    def reset(layer, generator):
+        plain(layer, generator)
+        drawn.append(layer.weight.detach().clone())
 
-    monkeypatch.setattr(Swin, "to", place)
-    build_model(config, PLAIN, device="cuda")
-    (drawn,) = placed
-    want = build_model(config, PLAIN).state_dict()
-    assert all(torch.equal(drawn[name], want[name]) for name in want)
+    monkeypatch.setattr(Linear, "reset", reset)
+    draw_weights(build_model(config, PLAIN, device="meta"), config.train.seed)
+    elsewhere, drawn = drawn, []
+    model = build_model(config, PLAIN)
+    layers = [layer.weight for layer in model.modules() if isinstance(layer, Linear)]
+    assert len(elsewhere) == len(layers) == 8
+    assert all(torch.equal(ours, here) for ours, here in zip(elsewhere, layers, strict=True))
 
 
 def test_shapes_are_those_of_the_store_where_one_is_named(tmp_path):

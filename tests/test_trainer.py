@@ -194,6 +194,26 @@ def test_signals_act_as_before_once_the_run_is_over(store: Store, tmp_path: Path
     assert after == before
 
 
+@pytest.mark.parametrize(("one_wish", "kind"), [(60.0, Stopped), (0.0, KeyboardInterrupt)])
+def test_a_second_signal_acts_at_once_unless_it_is_an_echo_of_the_first(
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    one_wish: float,
+    kind: type[BaseException],
+) -> None:
+    monkeypatch.setattr("graticule.train.trainer.ONE_WISH", one_wish)
+
+    def stop(step: int, steps: int, metrics: dict[str, Any]) -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train(config_of(store), tmp_path / "run", progress=stop)
+    assert type(caught.value) is kind
+    assert len(checkpoint.complete(tmp_path / "run")) == (kind is Stopped)
+
+
 def test_accumulation_is_a_larger_batch(store: Store, tmp_path: Path) -> None:
     # To rounding: the sums over samples are grouped in another way.
     runs = []

@@ -16,6 +16,7 @@ import netCDF4
 import numpy as np
 import pytest
 import xarray as xr
+import zarr
 
 from graticule.data.times import MEAN_MONTH_SECONDS
 from graticule.forecast.reader import open_forecast
@@ -351,3 +352,60 @@ def test_levels_that_contradict_are_refused(tmp_path: Path) -> None:
 def test_a_name_that_no_file_can_hold_is_refused_before_anything_is_written(name: str) -> None:
     with pytest.raises(ValueError, match=r"cannot be called .* rename it in the store"):
         layouts(Channels([channel(name, units="m")]))
+
+
+# Several writers of one file
+
+
+def test_a_file_that_another_joins_is_complete_when_the_first_hears_that_all_is_written(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "f.zarr"
+    first = ForecastWriter(path, **settings(own=[1]))
+    other = ForecastWriter(path, **settings(own=[0], joins=True))
+    with pytest.raises(ValueError, match=r"2004-02-27.*lead 1 is another process's to write"):
+        first.write(0, 0, fields(0, 0))
+    for lead in range(3):
+        other.write(0, lead, fields(0, lead))
+        first.write(1, lead, fields(1, lead))
+    other.close()
+    with pytest.raises(ValueError, match="is incomplete"):
+        open_forecast(path)
+    first.close(first.written + other.written)
+    with open_forecast(path) as forecast:
+        for init in range(2):
+            for lead in range(3):
+                np.testing.assert_array_equal(forecast.read(init, lead), fields(init, lead))
+
+
+def test_a_file_whose_other_writer_is_not_done_stays_incomplete(tmp_path: Path) -> None:
+    path = tmp_path / "f.zarr"
+    first = ForecastWriter(path, **settings(own=[0]))
+    other = ForecastWriter(path, **settings(own=[1], joins=True))
+    for lead in range(3):
+        first.write(0, lead, fields(0, lead))
+    other.write(1, 0, fields(1, 0))
+    with pytest.raises(ValueError, match="2 of 6 leads were not written, the first is init_time"
+                                         " 2004-02-29 00:00:00, lead 2"):  # fmt: skip
+        other.close()
+    with pytest.raises(ValueError, match="all processes together wrote 4 of 6 leads"):
+        first.close(first.written + other.written)
+    with pytest.raises(ValueError, match="is incomplete"):
+        open_forecast(path)
+
+
+def test_no_two_initial_times_or_leads_share_a_chunk(tmp_path: Path) -> None:
+    write_all(tmp_path / "f.zarr")
+    for _, array in zarr.open_group(tmp_path / "f.zarr", mode="r").arrays():
+        if array.dtype == np.float32:
+            assert array.chunks[:2] == (1, 1)
+            assert array.shards is None
+
+
+def test_joining_what_is_not_there_or_is_netcdf_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="name a folder that all processes share"):
+        ForecastWriter(tmp_path / "f.zarr", **settings(own=[1], joins=True))
+    for more in ({"own": [0]}, {"own": [1], "joins": True}):
+        with pytest.raises(ValueError, match=r"only one process can write a netCDF .*\.zarr, or"):
+            ForecastWriter(tmp_path / "f.nc", **settings(**more))
+    assert list(tmp_path.iterdir()) == []

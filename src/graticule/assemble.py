@@ -1,9 +1,12 @@
-"""From a configuration to a model that runs. Today: build, draw initial weights, place.
+"""From a configuration to a model that runs on a mesh, step by step, and what it costs.
 
-Layouts, plans and sharding go on here, in this order, when they come: build on meta ->
-substitute spatial modules -> split tensors -> checkpoint and offload -> shard -> materialise.
+The order has reasons. The model is built on `meta`, so that no rank ever holds what it does not
+keep. Modules that read other grid points are put in their stripes first, windows next, since both
+look only at shapes. Attention and MLP are split over `tensor` before weights are sharded: FSDP
+shards what is left of each. Memory comes last, when it is known how little of it is needed.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from graticule.config import Config
 from graticule.data.samples import SampleSource
 from graticule.data.store import Store
-from graticule.keyed import keyed_seed
-from graticule.model.layers import Layer
+from graticule.mesh import SAMPLE, Mesh, Stripes
 from graticule.model.swin import Swin
 from graticule.model.windows import Attend
+from graticule.parallel.data import SharedWeights, shard_weights
+from graticule.parallel.exchange import Link
+from graticule.parallel.layouts import Topology
+from graticule.parallel.materialise import materialise
+from graticule.parallel.routes import route_windows
+from graticule.parallel.space import stripe
+from graticule.parallel.tensor import split_tensors
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -93,18 +102,25 @@ def build_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Swin:
-    """The configured model with its initial weights, or, on `meta`, without any.
+    """The configured model of one process with its initial weights, or, on `meta`, without any.
 
     dtype: of the master weights. Each parameter is drawn from a key of the seed and its name, so
     that its first value depends on nothing else.
     """
+    model = _unplaced(config, shapes, dtype)
+    if torch.device(device).type == "meta":
+        return model.to("meta")
+    materialise(model, config.train.seed, device)
+    return model
+
+
+def _unplaced(config: Config, shapes: Shapes, dtype: torch.dtype) -> Swin:
+    """The configured model with its parameters on `meta` and its index maps in memory."""
     model = config.model
     newest = (shapes.num_inputs - 1) * shapes.num_prognostic
     compute = PRECISIONS[config.train.precision] if dtype is torch.float32 else dtype
-    meta = torch.device(device).type == "meta"
-    # Drawn on the CPU, then placed: every device starts with the same weights.
-    with torch.device("meta" if meta else "cpu"):
-        built = Swin(
+    with torch.device("meta"):
+        return Swin(
             grid=shapes.grid,
             in_channels=shapes.in_channels,
             out_channels=shapes.out_channels,
@@ -123,19 +139,74 @@ def build_model(
             padded_shape=model.padded_shape,
             compute_dtype=compute,
         ).to(dtype=dtype)
-    if not meta:
-        draw_weights(built, config.train.seed)
-    return built.to(device)
 
 
-def draw_weights(model: nn.Module, seed: int) -> None:
-    """Give every layer its initial values, by the key (seed, layer name)."""
-    for name, module in model.named_modules():
-        if isinstance(module, Layer):
-            key = int.from_bytes(name.encode(), "little")
-            generator = torch.Generator().manual_seed(keyed_seed(seed, "weights", key))
-            with torch.no_grad():
-                module.reset(generator)
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Running:
+    """A model on a mesh, as one rank runs it.
+
+    model: takes and gives the rank's stripe of fields, (batch, channel, rows, columns).
+    stripes: which rows and columns of the grid those are. shared: gradients and their norm.
+    links: all over which numbers travel, the ranks that share a sample first.
+    """
+
+    model: nn.Module
+    mesh: Mesh
+    stripes: Stripes
+    shared: SharedWeights
+    links: tuple[Link, ...]
+
+    @property
+    def link(self) -> Link:
+        """The ranks that share a sample."""
+        return self.links[0]
+
+    @property
+    def sent(self) -> Counter[str]:
+        """Bytes that left this rank so far, by what they were for (not those of FSDP)."""
+        return sum((link.sent for link in self.links), Counter())
+
+
+def assemble(
+    config: Config,
+    shapes: Shapes,
+    mesh: Mesh,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Running:
+    """The configured model with its initial weights, laid out over the ranks of `mesh`.
+
+    All ranks call it together. ValueError where a layout does not suit the model.
+    """
+    settings = config.mesh
+    model = _unplaced(config, shapes, dtype)
+    stripes = Stripes.of(
+        model.scales,
+        grid=shapes.grid,
+        start=(model.pad.north, model.pad.west),
+        dim=settings.stripe_dim,
+        ranks=mesh.sample_size,
+        index=mesh.sample_index,
+    )
+    link = Link(mesh.group(*SAMPLE), settings.exchange)
+    links = [link]
+    if mesh.sample_size > 1:
+        stripe(model, stripes, link)
+        topology = Topology(
+            window=mesh.sizes["window"],
+            sequence=mesh.sizes["sequence"],
+            tensor=mesh.sizes["tensor"],
+            fixed=settings.fixed_windows,
+        )
+        sequence = Link(mesh.group("sequence"), settings.exchange)
+        route_windows(model, topology, stripes, link, sequence)
+        links += [sequence, split_tensors(model, mesh)]
+    shard_weights(model, mesh, settings, model.compute_dtype)
+    materialise(model, config.train.seed, device)
+    shared = SharedWeights(model, mesh)
+    links += shared.links.values()
+    return Running(model=model, mesh=mesh, stripes=stripes, shared=shared, links=tuple(links))
 
 
 def describe(config: Config, shapes: Shapes) -> dict[str, Any]:

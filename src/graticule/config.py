@@ -251,6 +251,8 @@ class TrainConfig:
     checkpoint_every: int = 500
     """Steps between checkpoints; one is always written at the end."""
     keep_checkpoints: int = 2
+    save_in_background: bool = False
+    """Write checkpoints from a copy in host memory while training goes on."""
     validate_every: int = 0
     """Steps between losses on the validation split; 0: only at the end."""
     tensorboard: bool = False

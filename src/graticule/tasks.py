@@ -7,13 +7,14 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from graticule.assemble import build_model, shapes_of
+from graticule.assemble import assemble, shapes_of
 from graticule.config import Config, from_dict, override
 from graticule.data.samples import SampleSource
 from graticule.data.statistics import Statistics
@@ -23,6 +24,9 @@ from graticule.evaluate.scores import FORMAT as SCORES_FORMAT
 from graticule.evaluate.spectra import Spectra
 from graticule.forecast.reader import open_forecast
 from graticule.forecast.run import forecast
+from graticule.mesh import Mesh
+from graticule.parallel.launch import mesh_of
+from graticule.parallel.talk import everyone
 from graticule.report.folder import STAGES, RunFolder, lineage, plan_of
 from graticule.report.page import require_writable, write_page
 from graticule.report.run_report import run_report
@@ -76,10 +80,11 @@ def forecast_of(run: Path, *, progress: Progress | None = None) -> tuple[Path, d
     """
     path, part = run / "forecast.zarr", run / ".forecast-part.zarr"
     made: dict[str, Any] = {}
-    if not path.exists():
-        shutil.rmtree(part, ignore_errors=True)  # what a killed process left
+    talk = everyone()
+    if not talk.first(path.exists):
+        talk.first(lambda: shutil.rmtree(part, ignore_errors=True))  # what a killed process left
         made = forecast_from_run(run, part, progress=progress) | {"forecast": str(path)}
-        part.rename(path)
+        talk.first(lambda: part.rename(path))
     wanted = checkpoint.weights_of(checkpoint.find(run))
     with open_forecast(path) as opened:
         if opened.attributes["run_fingerprint"] != wanted:
@@ -106,12 +111,16 @@ def forecast_from_run(
 
     out: none: `forecast.zarr` in the run's folder, or `forecast-step-....zarr` of a checkpoint.
     starts: dates of the store; none: every `forecast.every`-th of the split `forecast.split`.
-    settings: `forecast.*`, `data.store` and splits.
+    settings: `forecast.*`, `data.store` and splits; `mesh.*` of the processes that were started,
+    all of which make this call. By default they form the run's mesh if their number allows it.
+    The file is the same whatever the mesh.
     """
     found = checkpoint.find(run)
     state = checkpoint.read_state(found)
-    config = override(from_dict(state["config"]), ["data.grid=none", *settings])
-    _only(settings, ("forecast.", "data.store", "data.test", "data.validation", "data.holes"))
+    trained = from_dict(state["config"])
+    config = override(trained, ["data.grid=none", *settings])
+    allowed = ("forecast.", "data.store", "data.test", "data.validation", "data.holes", "mesh.")
+    _only(settings, allowed)
     store = Store(config.data.store)
     source = SampleSource(store, config.data)
     require_same_fields(state["fields"], source)  # instead of data.grid: it says more
@@ -123,22 +132,29 @@ def forecast_from_run(
     else:
         chosen = source.starts(config.forecast.split, leads)[:: config.forecast.every].tolist()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = build_model(config, shapes_of(source), device=device)
+    asked = any(setting.startswith("mesh.") for setting in settings)
+    config = _laid_out(config, everyone().size, asked=asked)
+    mesh = Mesh(mesh_of(config.mesh, everyone().size), device=torch.device(device).type)
+    running = assemble(config, shapes_of(source), mesh, device=device)
+    stripes = running.stripes
     loaded = checkpoint.load_weights(
-        found, model, source.channel_names,
+        found, running.model, source.channel_names,
         prefer_average=config.forecast.weights == "average",
     )  # fmt: skip
     if out is None:
         named = found.resolve() == run.resolve()
         out = found.parents[1] / (f"forecast-{found.name}.zarr" if named else "forecast.zarr")
+    told = replace(config, mesh=trained.mesh)  # what it is a forecast of, not who computed it
     timing = forecast(
-        model, source, statistics, out,
-        starts=chosen, leads=leads, device=device, progress=progress,
+        running.model,
+        SampleSource(store, config.data, rows=stripes.rows, columns=stripes.columns),
+        statistics, out,
+        starts=chosen, leads=leads, device=device, progress=progress, mesh=mesh, stripes=stripes,
         inputs=[found],
         attributes={
             "title": f"forecast of {config.name}",
-            "config": json.dumps(config.to_dict()),
-            "config_fingerprint": config.fingerprint,
+            "config": json.dumps(told.to_dict()),
+            "config_fingerprint": told.fingerprint,
             "run_fingerprint": f"{state['fingerprints']['config']}/step {loaded.step}",
             "weights": "moving average" if loaded.averaged else "last",
             "store_fingerprint": store.fingerprint,
@@ -153,6 +169,29 @@ def forecast_from_run(
     }
 
 
+def _laid_out(config: Config, size: int, *, asked: bool) -> Config:
+    """The configuration with a mesh of `size` processes, and a word where it is not the run's.
+
+    asked: the mesh was set for this forecast: then it has to fit.
+    """
+    own = config.mesh
+    alike = replace(own, data=0, sequence=own.sequence or 1)
+    whole = replace(own, data=0, window=1, sequence=1, tensor=1, fixed_windows=None)
+    for mesh in (own,) if asked else (own, alike, whole):
+        try:
+            sizes = mesh_of(mesh, size)
+            break
+        except ValueError:
+            if asked:
+                raise
+    if mesh is not own and size == 1:
+        _log.info("the run's mesh does not fit one process, which forecasts alone")
+    elif mesh is not own:
+        told = " x ".join(f"mesh.{axis}={number}" for axis, number in sizes.items() if number > 1)
+        _log.info("the run's mesh does not fit %d processes: %s", size, told)
+    return replace(config, mesh=mesh)
+
+
 def evaluate_forecast(
     path: Path,
     *,
@@ -160,7 +199,10 @@ def evaluate_forecast(
     settings: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Scores:
-    """Score a forecast file against a store, by default the one it was started from."""
+    """Score a forecast file against a store, by default the one it was started from.
+
+    All processes that were started make this call, and get the same scores.
+    """
     with open_forecast(path) as opened:
         text = opened.attributes.get("config")
     if text is None:

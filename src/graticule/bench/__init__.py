@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from graticule.bench import loader, skill, step, store
+from graticule.bench import loader, overhead, skill, step, store, windows
 from graticule.bench.environment import environment
 from graticule.bench.rows import Row, Setting
 
@@ -21,9 +21,11 @@ class Bench:
 
 BENCHES = {
     "loader": Bench(loader.TITLE, loader.rows),
+    "overhead": Bench(overhead.TITLE, overhead.rows),
     "skill": Bench(skill.TITLE, skill.rows),
     "step": Bench(step.TITLE, step.rows),
     "store": Bench(store.TITLE, store.rows),
+    "windows": Bench(windows.TITLE, windows.rows),
 }
 
 

@@ -4,14 +4,16 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graticule.assemble import PRECISIONS, Shapes, build_model, describe
+from graticule.assemble import PRECISIONS, Running, Shapes, assemble, describe
 from graticule.bench.rows import Row, Setting
 from graticule.config import Config, ModelConfig, TrainConfig
+from graticule.mesh import Mesh
 from graticule.model.layers import dense
 from graticule.train.loss import LossWeights
 from graticule.train.optimizer import make_optimizer
@@ -83,21 +85,21 @@ def _product(dtype: torch.dtype) -> Callable[[], Tensor]:
     return lambda: torch.nn.functional.linear(a, b)
 
 
-class _Batch:
-    """One sample of noise as input and label."""
+@dataclass
+class _Noise:
+    """One sample of noise as input and label, as one rank holds it."""
 
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.keys, self.init_times = [0], ["noise"]
-        self.inputs = torch.randn(1, 1, CHANNELS, *GRID, generator=generator)
-        self._label = torch.randn(1, 1, CHANNELS, *GRID, generator=generator)
+    inputs: Tensor
+    label: Tensor
+    keys: list[int]
+    init_times = ("noise",)
 
     def lead(self) -> tuple[Tensor, Tensor]:
-        return torch.zeros(1, 1, 0, *GRID), self._label
+        return self.label[:, :, :0], self.label
 
 
-def _training_step(precision: str) -> tuple[Callable[[], Any], float]:
-    """(one whole optimizer step, its model FLOPs)."""
+def workload(precision: str) -> tuple[Config, Shapes]:
+    """The model that is benched, and its fields."""
     config = Config(
         model=ModelConfig(patch=2, width=256, depth=4, heads=8, window=8),
         train=TrainConfig(batch=1, precision=precision),  # type: ignore[arg-type]
@@ -106,20 +108,36 @@ def _training_step(precision: str) -> tuple[Callable[[], Any], float]:
         grid=GRID, num_prognostic=CHANNELS, num_predicted=CHANNELS, num_forcing=0, num_static=0,
         num_inputs=1, num_outputs=1, num_forcings=1,
     )  # fmt: skip
-    model = build_model(config, shapes)
-    optimizer = make_optimizer(model, config.train)
-    wet = torch.ones(CHANNELS, *GRID, dtype=torch.bool)
+    return config, shapes
+
+
+def step_of(config: Config, running: Running) -> Callable[[], Any]:
+    """One whole optimizer step on one sample, which all ranks of `running` share."""
+    here = (..., running.stripes.rows, running.stripes.columns)
+    optimizer = make_optimizer(running.model, config.train)
+    generator = torch.Generator().manual_seed(1)
+    fields = [torch.randn(1, 1, CHANNELS, *GRID, generator=generator)[here] for _ in range(2)]
+    batch = _Noise(fields[0].contiguous(), fields[1].contiguous(), [0])
+    whole = LossWeights.of(torch.ones(CHANNELS, *GRID, dtype=torch.bool).numpy())
     objective = Objective(
         inputs=torch.nn.Identity(), forcing=torch.nn.Identity(), labels=torch.nn.Identity(),
-        statics=torch.zeros(0, *GRID), weights=LossWeights.of(wet.numpy()), kind="mae", leads=1,
+        statics=torch.zeros(0, *GRID)[here],
+        weights=LossWeights(whole.cell[here], whole.wet[here], whole.total), kind="mae", leads=1,
         num_prognostic=CHANNELS,
     )  # fmt: skip
-    numbers, batch = itertools.count(1), _Batch()
+    numbers = itertools.count(1)
 
     def step() -> Any:
         return training_step(
-            model, objective, [batch], optimizer=optimizer, step=next(numbers), samples=1,
-            learning_rate=1e-4, clip_norm=1.0,
+            running.model, objective, [batch], optimizer=optimizer, step=next(numbers), samples=1,
+            learning_rate=1e-4, clip_norm=1.0, shared=running.shared,
         )  # fmt: skip
 
-    return step, describe(config, shapes)["step_flops"]
+    return step
+
+
+def _training_step(precision: str) -> tuple[Callable[[], Any], float]:
+    """(one whole optimizer step, its model FLOPs)."""
+    config, shapes = workload(precision)
+    running = assemble(config, shapes, Mesh())
+    return step_of(config, running), describe(config, shapes)["step_flops"]

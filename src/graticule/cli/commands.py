@@ -3,6 +3,7 @@
 import argparse
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -150,27 +151,37 @@ def run_info(options: argparse.Namespace) -> int:
 
 
 def run_train(options: argparse.Namespace) -> int:
+    # A second of imports, for which no process that has met the others should wait.
+    from graticule.parallel.launch import processes
     from graticule.tasks import record_stage
-    from graticule.train.profile import describe, read_profile
-    from graticule.train.progress import read_metrics
     from graticule.train.trainer import Stopped, train
 
-    config = _config(options)
-    out = Path(options.out or f"runs/{config.name}")
-    if options.resume and (out / "config.json").is_file():
-        config = _resumed(out, config, options.set)
-    with Bar(f"training {config.name}", "steps") as bar:
-        device = _device(options.device)
-        began = time.perf_counter()
-        try:
-            last = train(
-                config, out, resume=options.resume, device=device, progress=bar,
-                profile=options.profile,
-            )  # fmt: skip
-        except Stopped:
+    with processes(options.device) as options.here:
+        config, first = _config(options), options.here.speaks
+        out = Path(options.out or f"runs/{config.name}")
+        if options.resume and (out / "config.json").is_file():
+            config = _resumed(out, config, options.set)
+        with Bar(f"training {config.name}", "steps") if first else nullcontext() as bar:
+            began = time.perf_counter()
+            try:
+                last = train(
+                    config, out, resume=options.resume, device=options.device, progress=bar,
+                    profile=options.profile,
+                )  # fmt: skip
+            except Stopped:
+                if first:
+                    record_stage(out, "train", time.perf_counter() - began)
+                raise
+        if first:
             record_stage(out, "train", time.perf_counter() - began)
-            raise
-    record_stage(out, "train", time.perf_counter() - began)
+            _print_run(options, out, last)
+    return 0
+
+
+def _print_run(options: argparse.Namespace, out: Path, last: Path) -> None:
+    from graticule.train.profile import describe, read_profile
+    from graticule.train.progress import read_metrics
+
     # A finished run that is resumed has nothing to add; its lines may even be gone.
     line = (read_metrics(out) or [{}])[-1]
     values = {"run": str(out), "checkpoint": str(last), **line}
@@ -184,21 +195,30 @@ def run_train(options: argparse.Namespace) -> int:
         values["profile"] = read_profile(out)
         text = f"{describe(values['profile'])}\n\n{text}"
     print_result(options, values, lambda: text)
-    return 0
 
 
 def run_forecast(options: argparse.Namespace) -> int:
+    from graticule.parallel.launch import processes
+
+    with processes(options.device) as options.here:
+        return _forecast(options)
+
+
+def _forecast(options: argparse.Namespace) -> int:
     from graticule.tasks import forecast_from_run, record_stage
 
-    with Bar("forecasting", "leads") as bar:
+    here = options.here
+    with Bar("forecasting", "leads") if here.speaks else nullcontext() as bar:
         result = forecast_from_run(
             Path(options.run_folder),
             Path(options.out) if options.out else None,
             starts=options.start,
             settings=options.set,
-            device=_device(options.device),
+            device=str(here.device),
             progress=bar,
         )
+    if not here.speaks:
+        return 0
     record_stage(Path(result["forecast"]).parent, "forecast", result["seconds"])
     print_result(
         options,
@@ -212,6 +232,14 @@ def run_forecast(options: argparse.Namespace) -> int:
 
 
 def run_evaluate(options: argparse.Namespace) -> int:
+    from graticule.parallel.launch import processes
+
+    with processes("cpu") as options.here:
+        return _evaluate(options)
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from graticule.parallel.talk import everyone
     from graticule.tasks import evaluate_forecast, record_stage
 
     if not Path(options.forecast).exists():
@@ -227,19 +255,32 @@ def run_evaluate(options: argparse.Namespace) -> int:
         if path.exists() and not options.force:  # before hours of reading
             raise ValueError(f"{path} exists already: name others with --out, or give --force")
     began = time.perf_counter()
-    with Bar("scoring", "fields") as bar:
+    with Bar("scoring", "fields") if options.here.speaks else nullcontext() as bar:
         scores = evaluate_forecast(
             Path(options.forecast), store=options.store, settings=options.set, progress=bar
         )
-    scores.write_csv(csv, force=options.force)
-    scores.write_json(json, force=options.force)
-    scores.write_spectra(spectra, force=options.force)
-    record_stage(base.parent, "evaluate", time.perf_counter() - began)
-    print_result(options, scores.to_dict(), scores.table)
+
+    def write() -> None:
+        scores.write_csv(csv, force=options.force)
+        scores.write_json(json, force=options.force)
+        scores.write_spectra(spectra, force=options.force)
+
+    everyone().first(write)
+    if options.here.speaks:
+        record_stage(base.parent, "evaluate", time.perf_counter() - began)
+        print_result(options, scores.to_dict(), scores.table)
     return 0
 
 
 def run_report(options: argparse.Namespace) -> int:
+    from graticule.parallel.launch import processes
+    from graticule.parallel.talk import everyone
+
+    with processes("cpu") as options.here:
+        return everyone().first(lambda: _report(options))  # the others wait
+
+
+def _report(options: argparse.Namespace) -> int:
     from graticule.tasks import report_run
 
     result = report_run(
@@ -260,6 +301,38 @@ def run_report(options: argparse.Namespace) -> int:
     ]
     print_result(options, result, lambda: "\n".join(text))
     return 0
+
+
+def run_verify(options: argparse.Namespace) -> int:
+    from graticule.verify import QUANTITIES, TOLERANCE, verify
+
+    config = _config(options)
+    with Bar("verifying", "layouts") as bar:
+        size, verdicts = verify(config, options.layouts, full=options.full, progress=bar)
+    # What nobody asked for and the model cannot do is told, and is no failure.
+    asked = [v for v in verdicts if options.layouts or not v.refused]
+    passed = bool(asked) and all(verdict.passed for verdict in asked)
+    values = {
+        "recipe": config.name, "size": size, "full": options.full,
+        "tolerance": TOLERANCE, "passed": passed,
+        "layouts": [verdict.to_dict() for verdict in verdicts],
+    }  # fmt: skip
+    width = max(len(verdict.layout) for verdict in verdicts)
+    head = "  ".join([" " * width, *(f"{name.replace('_', ' '):>16}" for name in QUANTITIES)])
+    lines = [f"{config.name}: {size}, float64, largest difference from one process", head]
+    for verdict in verdicts:
+        if verdict.refused:
+            lines.append(f"{verdict.layout:{width}}  refused: {verdict.refused}")
+            continue
+        sent = ", ".join(f"{what} {_bytes(n)}" for what, n in sorted(verdict.bytes_sent.items()))
+        found = "  ".join(f"{verdict.differences[name]:16.1e}" for name in QUANTITIES)
+        lines.append(
+            f"{verdict.layout:{width}}  {found}  {'pass' if verdict.passed else 'FAIL'}\n"
+            f"{'':{width}}  sent in a step: {sent or 'nothing'}"
+        )
+    lines.append("all layouts pass" if passed else f"not all layouts are within {TOLERANCE:g}")
+    print_result(options, values, lambda: "\n".join(lines))
+    return 0 if passed else 1
 
 
 def run_bench(options: argparse.Namespace) -> int:
@@ -290,6 +363,10 @@ def _config(options: argparse.Namespace) -> Any:
     return override(recipe(options.recipe), options.set)
 
 
+def _bytes(number: int) -> str:
+    return f"{number / 2**20:.2f} MiB" if number >= 2**17 else f"{number / 2**10:.1f} KiB"
+
+
 def _flop(number: float) -> str:
     return f"{number / 1e12:,.2f} TFLOP" if number >= 1e11 else f"{number / 1e9:,.3f} GFLOP"
 
@@ -303,18 +380,6 @@ def _resumed(out: Path, asked: Any, settings: list[str]) -> Any:
     if own.name != asked.name:
         raise ValueError(f"{out} is a run of {own.name}, not of {asked.name}; name that recipe")
     return override(own, settings)
-
-
-def _device(name: str | None) -> str | None:
-    """`name`, if PyTorch can compute there."""
-    import torch
-
-    try:
-        torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"--device {name} cannot be used here: {reason}") from None
-    return name
 
 
 def _names(text: str | None) -> list[str]:

@@ -191,6 +191,10 @@ def build_parser() -> Parser:
          "graticule train demo --profile 5 --set train.steps=12 --out runs/profiled"),
         sets=True,
     )  # fmt: skip
+    train.epilog = (
+        "On several processes: torchrun --nproc-per-node 4 -m graticule train ..., or"
+        " srun --ntasks 4 graticule train ...; mesh.* says how they share the work."
+    )
     train.add_argument("recipe", metavar="RECIPE", help="a name, or a run's config.json")
     train.add_argument("--out", help="folder of the run (default runs/RECIPE)")
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
@@ -246,6 +250,20 @@ def build_parser() -> Parser:
     report.add_argument("--init", metavar="DATE", help="initial time of the maps (default: first)")
     report.add_argument("--force", action="store_true",
                         help="score again, in place of the scores that are there")  # fmt: skip
+
+    verify = add(
+        top, "verify", commands.run_verify,
+        "Whether a recipe's model gives the same numbers on every layout: each runs in float64 on"
+        " local processes and is compared with one process.",
+        ("graticule verify demo", "graticule verify wenhai-small --json",
+         'graticule verify demo --layouts "window=4" "window=2,sequence=2,weights=sharded"'),
+        sets=True,
+    )  # fmt: skip
+    verify.add_argument("recipe", metavar="RECIPE")
+    verify.add_argument("--layouts", nargs="+", default=[], metavar="KEY=VALUE,...",
+                        help="keys of the mesh section; default: of all kinds")  # fmt: skip
+    verify.add_argument("--full", action="store_true",
+                        help="the recipe's own size instead of a reduced one")  # fmt: skip
 
     bench = add(
         top, "bench", commands.run_bench, "Measure: ours and a named baseline from one run.",

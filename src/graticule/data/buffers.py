@@ -7,7 +7,6 @@ filled on one thread: 35 against 6 ms).
 """
 
 import math
-import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -16,6 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graticule.data.processes import lock_across_forks
+
+_lock = lock_across_forks()
 _ALIGNMENT = 64
 
 
@@ -33,7 +35,6 @@ class Pool:
         # A block comes back in whichever thread drops the last tensor, also in the middle of
         # `take` when the garbage is collected there: so without a lock.
         self._back: deque[np.ndarray] = deque()
-        self._lock = threading.Lock()
         self._loans: dict[int, weakref.ref] = {}
 
     def take(
@@ -48,7 +49,7 @@ class Pool:
         total = sum(places)
         if total == 0:
             return [torch.empty(*shape, dtype=dtype) for shape in shapes]
-        with self._lock:
+        with _lock:
             block = self._free_block(max(total, at_least))
         # The loan's own array: tensors and their views keep it, the pool keeps `block`.
         loan = block[:total]

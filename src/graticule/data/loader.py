@@ -10,6 +10,7 @@ for two deliveries that follow one another: the labels of a lead are where the f
 one lies, and samples side by side may share times. Memory does not depend on the number of leads.
 """
 
+import os
 import queue
 import threading
 import time
@@ -95,12 +96,14 @@ class Loader:
     batch: samples of all ranks together. leads: how many each batch delivers; the caller takes
     them all before the next batch. roll_seed: turn each sample by a random number of columns,
     drawn by the sample's number. rank, ranks: this process takes its share of each batch, which
-    may be empty at the end of `numbers` only. device: where tensors arrive.
+    may be empty at the end of `numbers` only. device: where tensors arrive. Ranks that share a
+    sample have the same `rank` here, and a source of their own part of the grid.
 
     At most `ahead` deliveries (the inputs or one lead of one batch) lie ready, one more is being
     read and the next one may be begun; with the two that a training step holds, that is all the
     memory. threads: how many read and decompress. waves: in how many turns the ranks read, see
-    `turns`. `waited` counts the seconds the caller waited.
+    `turns`; reader: this process among all that read, where several share a sample; none: rank.
+    `waited` counts the seconds the caller waited.
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class Loader:
         ahead: int = 2,
         threads: int = 1,
         waves: int = 1,
+        reader: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         if batch < ranks:
@@ -128,11 +132,12 @@ class Loader:
             raise ValueError(
                 f"samples cannot be turned in longitude where columns {source.columns.start} to"
                 f" {source.columns.stop} of {source.store.grid.shape[1]} are read; set"
-                " train.roll_longitude=false"
+                " train.roll_longitude=false, or mesh.stripe_dim=lat"
             )
         self.source, self.order, self.numbers = source, order, numbers
         self.batch, self.leads, self.roll_seed, self.ahead = batch, leads, roll_seed, ahead
-        self.rank, self.ranks, self.threads, self.waves = rank, ranks, threads, waves
+        self.rank, self.ranks, self.threads = rank, ranks, threads
+        self.wave = (rank if reader is None else reader) % waves
         self.device = torch.device(device)
         self.pool = Pool(pin_memory=self.device.type == "cuda")
         self.waited = 0.0
@@ -245,11 +250,11 @@ class _Stream:
     """The reading thread and its bounded queue; an error there is raised where data is taken."""
 
     def __init__(self, loader: Loader) -> None:
-        self._loader = loader
+        self._loader, self._process = loader, os.getpid()
         self._queue: queue.Queue[_Ready | BaseException] = queue.Queue(loader.ahead)
         self._stop = threading.Event()
         self._taken_any = False
-        self._turns = Turns(loader.rank % loader.waves, loader.block_bytes)
+        self._turns = Turns(loader.wave, loader.block_bytes)
         self._helpers = (
             ThreadPoolExecutor(loader.threads, "graticule-read") if loader.threads > 1 else None
         )
@@ -318,6 +323,11 @@ class _Stream:
         raise _Stopped
 
     def take(self) -> list[Tensor]:
+        if not self._is_here():
+            raise ValueError(
+                f"process {os.getpid()} was forked from process {self._process}, which reads these"
+                " batches; iterate over the loader anew in the new process"
+            )
         began = time.perf_counter()
         if self._taken_any and self._queue.empty():
             self._turns.ended.set()
@@ -332,11 +342,18 @@ class _Stream:
 
     def close(self) -> None:
         """Ends the threads: at once but for the inner chunk that each is reading."""
+        if not self._is_here():
+            return
         self._stop.set()
         self._turns.ended.set()
         self._thread.join()
         if self._helpers:
             self._helpers.shutdown()
+
+    def _is_here(self) -> bool:
+        """Whether the reading thread is in this process: it is not in a forked child, where
+        whatever locks it held at that moment stay held."""
+        return os.getpid() == self._process
 
 
 @dataclass(frozen=True)

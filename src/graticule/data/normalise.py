@@ -142,11 +142,19 @@ class Normaliser(nn.Module):
         return torch.where(self.wet, values, torch.nan).float()
 
 
-def normalised_statics(store: Store, names: Sequence[str], statistics: Statistics) -> Tensor:
-    """(static, lat, lon) float32; cells without a value are 0."""
+def normalised_statics(
+    store: Store,
+    names: Sequence[str],
+    statistics: Statistics,
+    *,
+    rows: slice = slice(None),
+    columns: slice = slice(None),
+) -> Tensor:
+    """(static, lat, lon) float32 of a part of the grid; cells without a value are 0."""
     if not names:
-        return torch.empty(0, *store.grid.shape)
-    fields = store.read_statics(names)
+        here, across = store.extent(rows, columns)
+        return torch.empty(0, len(here), len(across))
+    fields = store.read_statics(names)[:, rows, columns]
     mean, std = statistics.aligned(names)
     values = (fields.astype(np.float64) - mean[:, None, None]) / std[:, None, None]
     return torch.from_numpy(np.nan_to_num(values, nan=0.0).astype(np.float32))

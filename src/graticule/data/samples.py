@@ -7,6 +7,7 @@ rollout of K leads starts lead k where lead k - 1 ended, `advance` store steps f
 
 import logging
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -91,7 +92,7 @@ class SampleSource:
     prognostic, forcing, diagnostic, predicted (prognostic then diagnostic): positions in the
     store's channels. A channel that is not named is not copied.
     rows, columns: the part of the grid that is read, the whole of it by default; a stripe of
-    rows reads its own inner chunks only.
+    rows reads its own inner chunks only, and an empty one none.
     """
 
     def __init__(
@@ -148,6 +149,12 @@ class SampleSource:
             for c in store.statics.pick(config.static or store.statics.names)
             if store.statics.names[c] not in absent
         ]
+
+    def part(self, rows: slice, columns: slice) -> "SampleSource":
+        """The same samples, of a part of the grid."""
+        part = copy(self)
+        part.rows, part.columns = self.store.extent(rows, columns)
+        return part
 
     @property
     def predicted_channels(self) -> Channels:

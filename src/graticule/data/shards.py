@@ -21,6 +21,7 @@ import google_crc32c
 import numpy as np
 from numcodecs import blosc
 
+from graticule.data.processes import lock_across_forks
 from graticule.data.shardfile import ShardLayout
 
 Job = Callable[[], None]
@@ -32,6 +33,8 @@ def one_by_one(jobs: Sequence[Job]) -> None:
         job()
 
 
+_lock = lock_across_forks()
+"""Of all stores; held for a sum or for an entry."""
 _ABSENT = 2**64 - 1
 _CACHED_INDICES = 4096
 
@@ -88,7 +91,6 @@ class Shards:
         self.layout = layout_of(fields)
         self.bytes_read = 0
         self._path, self._names, self._date = path, names, date
-        self._lock = threading.Lock()
         self._scratch = threading.local()
         self._indices: dict[int, tuple[tuple[int, int, int], np.ndarray]] = {}
 
@@ -106,7 +108,8 @@ class Shards:
         """Fill the targets of each time. Every inner chunk that holds a plane of one is read
         once, however many targets want it.
 
-        rows, columns: of the grid, contiguous; the extent of each target's `out`.
+        rows, columns: of the grid, contiguous; the extent of each target's `out`. Where there are
+        none, no file is opened.
         run: calls all jobs, in any order and in any threads, and raises what they raise.
         ValueError names file, variable and date where a chunk is lost or torn.
         """
@@ -120,7 +123,7 @@ class Shards:
         self, time: int, targets: Sequence[Target], rows: range, columns: range, files: ExitStack
     ) -> list[Job]:
         used = sorted({channel for target in targets for channel in target.channels})
-        if not used or not rows:
+        if not used or not rows or not columns:
             return []
         try:
             file = os.open(self.path(time), os.O_RDONLY)
@@ -154,7 +157,7 @@ class Shards:
         self._pread(file, raw, status.st_size - length)
         _check(raw)
         index = raw[:-4].view("<u8").reshape(*self.layout.counts, 2)
-        with self._lock:
+        with _lock:
             if len(self._indices) >= _CACHED_INDICES:
                 self._indices.clear()
             self._indices[time] = (state, index)
@@ -231,7 +234,7 @@ class Shards:
             if got == 0:
                 raise ValueError(f"the file ends at byte {start + done}, in the middle of a chunk")
             done += got
-        with self._lock:
+        with _lock:
             self.bytes_read += done
 
     def _lost(self, time: int, channel: int, row: int) -> ValueError:

@@ -1,4 +1,7 @@
-"""Score a forecast file against a store: the truth is looked up by valid time."""
+"""Score a forecast file against a store: the truth is looked up by valid time.
+
+Several processes share the pairs of forecast and truth and add up what they find.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -15,6 +18,8 @@ from graticule.evaluate.spectra import Spectra
 from graticule.evaluate.stretches import Stretches
 from graticule.evaluate.sums import Sums, pair_sums
 from graticule.forecast.reader import Forecast, open_forecast
+from graticule.mesh import Cut
+from graticule.parallel.together import Together
 
 _ALIASES = {"gregorian": "standard", "365_day": "noleap", "366_day": "all_leap"}
 
@@ -45,16 +50,19 @@ def evaluate(
 
     train_ranges: `first/last` dates of the training times, for the climatology.
     region: (west, east, south, north) degrees. statistics_std: by channel, in its units.
+    progress: of this process's share of the pairs. All processes that were started take part, and
+    get the same scores or the same error; `parallel.talk.alone` keeps them out.
     Pairs whose initial or valid time is not in the store are skipped and counted.
     ValueError where grid, channels, units or calendar differ, where the forecast has holes, and
     where nothing is left to score.
     """
-    with open_forecast(forecast_path) as forecast:
+    together = Together()
+    with together.agreed(), open_forecast(forecast_path) as forecast:
         positions = _matched(forecast, store)
         names = forecast.channels.names
-        counted = store.wet[positions]
+        counted = store.wet_part(positions)
         if region is not None:
-            counted = counted & store.grid.region(*region)
+            counted &= store.grid.region(*region)
         dry = np.flatnonzero(~counted.any((1, 2)))
         if dry.size:
             raise ValueError(
@@ -68,7 +76,7 @@ def evaluate(
         for pair in pairs:  # before hours of reading
             usual.times_of(store.times.date(pair.valid_time))
         # By group of the climatology, then by valid time: each mean is made once, each truth
-        # read once, and one of either is in memory.
+        # read once, and one of either is in memory. Processes take runs of this order.
         pairs.sort(
             key=lambda pair: (
                 usual.group_of(store.times.date(pair.valid_time)),
@@ -76,6 +84,7 @@ def evaluate(
                 pair.init,
             )
         )
+        share = pairs[Cut.even(len(pairs), together.size).of(together.rank)]
         stretches = Stretches.choose(names, counted, store.grid, store.grid.cell_area)
         none = [(name, kind.removeprefix("none: "))
                 for name, kind in zip(names, stretches.kind, strict=True)
@@ -83,30 +92,43 @@ def evaluate(
         if none:
             log.warning("no spectrum of %s: %s", ", ".join(name for name, _ in none), none[0][1])
         sums, spectra = sums_of(
-            forecast, store, usual, pairs, positions, counted, stretches, progress
+            forecast, store, usual, share, positions, counted, stretches, progress
         )
-        provenance = {
-            "forecast": {key: value for key, value in forecast.attributes.items()
-                         if key not in ("channels", "complete")},
-            "store_fingerprint": store.fingerprint,
-            "train_ranges": list(train_ranges),
-        }  # fmt: skip
-        told = {**forecast.attributes, "store_fingerprint": store.fingerprint,
-                "region": list(region) if region else "everywhere"}  # fmt: skip
-        keep = ("config_fingerprint", "run_fingerprint", "weights", "store_fingerprint", "region")
-        return Scores(
-            sums=sums,
-            channels=forecast.channels,
-            lead_seconds=forecast.lead_seconds,
-            climatology=climatology,
-            region=region,
-            std=None if statistics_std is None else {n: float(statistics_std[n]) for n in names
-                                                     if n in statistics_std},
-            skipped=skipped,
-            first_skipped=first_skipped,
-            provenance=provenance,
-            spectra=replace(spectra, attributes={key: told[key] for key in keep if key in told}),
-        )  # fmt: skip
+    sums, spectra = _added(sums, spectra, together)
+    provenance = {
+        "forecast": {key: value for key, value in forecast.attributes.items()
+                     if key not in ("channels", "complete")},
+        "store_fingerprint": store.fingerprint,
+        "train_ranges": list(train_ranges),
+    }  # fmt: skip
+    told = {**forecast.attributes, "store_fingerprint": store.fingerprint,
+            "region": list(region) if region else "everywhere"}  # fmt: skip
+    keep = ("config_fingerprint", "run_fingerprint", "weights", "store_fingerprint", "region")
+    return Scores(
+        sums=sums,
+        channels=forecast.channels,
+        lead_seconds=forecast.lead_seconds,
+        climatology=climatology,
+        region=region,
+        std=None if statistics_std is None else {n: float(statistics_std[n]) for n in names
+                                                 if n in statistics_std},
+        skipped=skipped,
+        first_skipped=first_skipped,
+        provenance=provenance,
+        spectra=replace(spectra, attributes={key: told[key] for key in keep if key in told}),
+    )  # fmt: skip
+
+
+def _added(sums: Sums, spectra: Spectra, together: Together) -> tuple[Sums, Spectra]:
+    """The sums over all processes, of their shares of the pairs."""
+    ours = [sums.samples, sums.cells, sums.weight, sums.values, sums.activity,
+            spectra.rows, spectra.area, spectra.sums]  # fmt: skip
+    samples, cells, weight, values, activity, rows, area, power = together.add(ours)
+    return (
+        replace(sums, samples=samples, cells=cells, weight=weight, values=values,
+                activity=activity),
+        replace(spectra, rows=rows, area=area, sums=power),
+    )  # fmt: skip
 
 
 def sums_of(

@@ -43,8 +43,22 @@ class Sink(Protocol):
 class ZarrSink:
     """Zarr v3, lz4 with a checksum per chunk, metadata consolidated for plain xarray."""
 
-    def __init__(self, path: Path) -> None:
-        self._group = zarr.open_group(str(path), mode="w-", zarr_format=3)
+    def __init__(self, path: Path, *, joins: bool = False) -> None:
+        """joins: another process has created the file and described it; this one assigns only.
+
+        Of a file that several write at once, no two may assign the same (init, lead): these
+        share no chunk.
+        """
+        if not joins:
+            self._group = zarr.open_group(str(path), mode="w-", zarr_format=3)
+            return
+        if not (path / "zarr.json").is_file():
+            raise ValueError(
+                f"{path}: another process has created it and this one does not see it; name a"
+                " folder that all processes share"
+            )
+        self._group = zarr.open_group(str(path), mode="r+", zarr_format=3)
+        self._arrays: dict[str, Any] = dict(self._group.arrays())
 
     def put(self, name: str, values: np.ndarray, dims: tuple[str, ...], attributes: dict) -> None:
         fill = np.nan if values.dtype.kind == "f" else NEVER_WRITTEN
@@ -77,7 +91,7 @@ class ZarrSink:
             # Zarr v3 does not specify consolidated metadata, but xarray warns where it is absent.
             warnings.simplefilter("ignore", ZarrUserWarning)
             self._group = zarr.consolidate_metadata(self._group.store)
-        self._arrays: dict[str, Any] = dict(self._group.arrays())
+        self._arrays = dict(self._group.arrays())
 
     def assign(self, name: str, init: int, lead: int, values: np.ndarray) -> None:
         self._arrays[name][init, lead] = values

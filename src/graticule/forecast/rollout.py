@@ -28,13 +28,13 @@ def rollout(
     detach: the state fed back is a constant: the gradient stays within each lead.
     Yields (batch, output offset, predicted channel, lat, lon), differentiable.
     """
-    batch, history, _, height, width = inputs.shape
+    batch, history = inputs.shape[:2]
     fixed = statics.expand(batch, *statics.shape)
     states = inputs
     for lead in range(1, leads + 1):
         given = forcing(lead).flatten(1, 2)
         predicted = step(torch.cat([states.flatten(1, 2), given, fixed], dim=1))
-        predicted = predicted.view(batch, -1, wet.shape[0], height, width)
+        predicted = predicted.unflatten(1, (-1, wet.shape[0]))
         predicted = torch.where(wet, predicted, 0.0)
         yield predicted
         fed_back = predicted[:, :, :num_prognostic]

@@ -1,20 +1,27 @@
-"""Forecast from initial times of a store: roll the model out and stream every lead to a file."""
+"""Forecast from initial times of a store: roll the model out and stream every lead to a file.
+
+Initial times are shared over the `data` axis of a mesh. The ranks of a sample read and compute its
+stripes; the first of them collects every lead and writes it.
+"""
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from graticule.data.normalise import Normaliser, normalised_statics
 from graticule.data.samples import SampleSource
 from graticule.data.statistics import Statistics
-from graticule.forecast.rollout import rollout
+from graticule.forecast.predict import Predictor, collected
 from graticule.forecast.writer import ForecastWriter
+from graticule.mesh import SAMPLE, Cut, Mesh, Stripes
+from graticule.parallel.exchange import Link
+from graticule.parallel.together import Together
 
 SECONDS_A_YEAR = 365.25 * 86400
 
@@ -78,82 +85,74 @@ def forecast(
     batch: int = 8,
     device: str | torch.device = "cpu",
     progress: Callable[[int, int], None] | None = None,
+    mesh: Mesh | None = None,
+    stripes: Stripes | None = None,
 ) -> Timing:
     """Roll `model` out over `leads` model steps from each start and write the forecast file.
 
-    starts: indices of initial times in the store, increasing. batch: how many run side by side.
-    attributes: provenance for the file. inputs: paths that must not be written to.
-    ValueError for starts without the data they need, an output that exists, and predictions that
-    are not finite (which names initial time and lead).
+    starts: indices of initial times in the store, increasing. batch: how many run side by side on
+    the ranks of a sample. attributes: provenance for the file. inputs: paths that must not be
+    written to.
+    mesh: none: of one process. Of several, all make this call with the same arguments but for the
+    model, the source of their stripe, and `stripes`: how the ranks of a sample share a field.
+    ValueError, the same on all processes, for starts without the data they need, an output that
+    exists, and predictions that are not finite (which names initial time and lead).
     """
-    check_starts(source, starts, leads)
-    store, spec = source.store, source.spec
-    device = torch.device(device)
-    states = Normaliser(store, source.prognostic, statistics).to(device)
-    given = Normaliser(store, source.forcing, statistics).to(device)
-    predicted = Normaliser(store, source.predicted, statistics).to(device)
-    static_names = [store.statics.names[i] for i in source.statics]
-    statics = normalised_statics(store, static_names, statistics).to(device)
+    mesh = mesh or Mesh()
+    together, link = Together(), Link(mesh.group(*SAMPLE))
+    share = Cut.even(len(starts), mesh.sizes["data"])
+    own = range(len(starts))[share.of(mesh.index("data"))]
+    shares = [share.length(rank) for rank in range(share.ranks)]
+    times, stride = source.store.times, source.config.stride
     # A model step may end at several times; each is a lead of the file.
-    offsets = [offset for lead in range(1, leads + 1) for offset in spec.label_offsets(lead)]
-    times = store.times
-    valid = [[times.advanced(start, offset) for offset in offsets] for start in starts]
-    stride = source.config.stride
-    with (
-        ForecastWriter(
+    offsets = [o for lead in range(1, leads + 1) for o in source.spec.label_offsets(lead)]
+
+    def writer_of() -> ForecastWriter:
+        valid = [[times.advanced(start, offset) for offset in offsets] for start in starts]
+        return ForecastWriter(
             out,
             channels=source.predicted_channels,
-            grid=store.grid,
+            grid=source.store.grid,
             init_times=[times.date(start) for start in starts],
             valid_times=np.array(valid, dtype=object),
             nominal_step_seconds=times.nominal_step_seconds * stride,
             regular=times.regular,
             attributes=attributes,
-            inputs=[store.path, *inputs],
-        ) as writer,
-        torch.inference_mode(),
-    ):
-        model.eval()
+            inputs=[source.store.path, *inputs],
+            own=None if share.ranks == 1 else own,
+            joins=mesh.rank > 0,
+        )
+
+    with ExitStack() as stack, torch.inference_mode():
+        with together.agreed():
+            check_starts(source, starts, leads)
+            predictor = Predictor(model, source, statistics, torch.device(device))
+            writer = stack.enter_context(writer_of()) if mesh.rank == 0 else None
+        with together.agreed():  # now the file is there
+            if link.rank == 0 and mesh.rank > 0:
+                writer = stack.enter_context(writer_of())
         began = time.perf_counter()
-        for first in range(0, len(starts), batch):
-            samples = [source.sample(start) for start in starts[first : first + batch]]
-
-            def forcing(lead: int, samples: list = samples) -> Tensor:
-                if not source.forcing:  # nothing to read, perhaps no such time
-                    return torch.empty(len(samples), 1, 0, *store.grid.shape, device=device)
-                return given(_stacked([s.forcing(lead) for s in samples]).to(device))
-
-            fields = rollout(
-                model,
-                states(_stacked([sample.inputs() for sample in samples]).to(device)),
-                forcing,
-                statics,
-                predicted.wet,
-                leads=leads,
-                num_prognostic=len(source.prognostic),
-            )
+        for first in range(0, max(shares), batch):
+            here = own[first : first + batch]
+            samples = [source.sample(starts[place]) for place in here]
+            fields = predictor.leads(samples, leads, together)
             for lead, field in enumerate(fields, start=1):
-                _refuse_not_finite(field, samples, lead)
-                values = predicted.denormalise(field).cpu().numpy()
-                for number in range(len(samples)):
-                    for output in range(values.shape[1]):
-                        place = (lead - 1) * values.shape[1] + output
-                        writer.write(first + number, place, values[number, output])
-                if progress:
-                    progress(first * leads + lead * len(samples), len(starts) * leads)
+                for place, outputs in zip(here, field, strict=True):
+                    for output, values in enumerate(outputs, start=(lead - 1) * len(outputs)):
+                        whole = collected(predictor.in_units(values), stripes, link, mesh.device)
+                        with together.attempt():  # all hear of it when they read the next lead
+                            if writer is not None and whole is not None:
+                                writer.write(place, output, whole)
+                if progress:  # of all: they go from lead to lead together
+                    done = sum(
+                        min(first, length) * leads + len(range(first, length)[:batch]) * lead
+                        for length in shares
+                    )
+                    progress(done, len(starts) * leads)
+        together.settle()
+        (written,) = together.add([np.array(writer.written if writer is not None else 0)])
+        with together.agreed():
+            if writer is not None:
+                writer.close(int(written))
     years = len(starts) * len(offsets) * times.nominal_step_seconds * stride / SECONDS_A_YEAR
     return Timing(time.perf_counter() - began, years)
-
-
-def _stacked(blocks: list[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.stack(blocks))
-
-
-def _refuse_not_finite(field: Tensor, samples: list, lead: int) -> None:
-    finite = torch.isfinite(field).flatten(1).all(1).tolist()
-    if not all(finite):
-        sample = samples[finite.index(False)]
-        raise ValueError(
-            f"the forecast from {sample.init_time} is not finite at lead {lead}: the model has"
-            " diverged; fine-tune it over more leads or forecast fewer"
-        )

@@ -7,7 +7,8 @@ duration and label k is k model steps. `valid_time` (init_time, lead_time) is ex
 calendar, also where months make the lead nominal. Land is NaN.
 
 The attribute `complete` is 0 until every lead is on disk; `reader.open_forecast` refuses a file
-that was left before.
+that was left before. Several processes may write a Zarr file at once, each its own initial times:
+a chunk holds one initial time and lead.
 """
 
 import contextlib
@@ -99,6 +100,9 @@ class ForecastWriter:
 
     Leaving the block without an error closes the file and marks it complete. After an error,
     or a kill, `complete` stays 0. At no time is more than one lead held in memory.
+
+    Of several processes the first creates the file; then the others join it, and each writes its
+    `own` initial times; then the first closes it, told how many leads all have written.
     """
 
     def __init__(
@@ -114,6 +118,8 @@ class ForecastWriter:
         attributes: dict[str, Any],
         format: Literal["zarr", "netcdf"] | None = None,
         inputs: Sequence[str | Path] = (),
+        own: Sequence[int] | None = None,
+        joins: bool = False,
     ) -> None:
         """
         channels: what is predicted, in physical units, in the order of `write`.
@@ -123,6 +129,8 @@ class ForecastWriter:
         regular=False. attributes: provenance; text and numbers as they are, the rest as JSON.
         format: by default what the suffix says, `.zarr` or `.nc`.
         inputs: what the forecast is made from (store, run); the path may not lie in any of them.
+        own: positions of the initial times that this process writes; none: all of them.
+        joins: another process has created the file, as these very arguments describe it.
         """
         self.path = Path(path)
         self.channels, self.grid = channels, grid
@@ -137,12 +145,25 @@ class ForecastWriter:
         chosen = format or {".zarr": "zarr", ".nc": "netcdf"}.get(self.path.suffix)
         if chosen not in ("zarr", "netcdf"):
             raise ValueError(f"{self.path}: end the name with .zarr or .nc, or give the format")
-        _refuse_path(self.path, inputs)
+        if chosen == "netcdf" and (joins or own is not None):
+            raise ValueError(
+                f"{self.path}: only one process can write a netCDF file, and several would; end the"
+                " name with .zarr, or let one process forecast all initial times (mesh.data=1)"
+            )
         self._written = np.zeros((len(self.init_times), self.num_leads), dtype=bool)
-        self._closed = False
+        self._own = np.ones(len(self.init_times), dtype=bool)
+        if own is not None:
+            self._own[:] = False
+            self._own[list(own)] = True
+        self._closed, self._joins = False, joins
+        if joins:
+            with self._naming("write"):
+                self._sink: Sink = ZarrSink(self.path, joins=True)
+            return
+        _refuse_path(self.path, inputs)
         with self._naming("create"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._sink: Sink = ZarrSink(self.path) if chosen == "zarr" else NetcdfSink(self.path)
+            self._sink = ZarrSink(self.path) if chosen == "zarr" else NetcdfSink(self.path)
         try:
             with self._naming("create"):
                 self._describe(valid_times, int(nominal_step_seconds), regular, attributes)
@@ -228,6 +249,8 @@ class ForecastWriter:
                 f"init {init_index}, lead {lead_index} lies outside {inits} inits x {leads} leads"
             )
         where = f"init_time {self.init_times[init_index]}, lead {lead_index + 1}"
+        if not self._own[init_index]:
+            raise ValueError(f"{self.path}: {where} is another process's to write")
         if self._written[init_index, lead_index]:
             raise ValueError(f"{self.path}: {where} is written already")
         for name, field in zip(self.channels.names, fields, strict=True):
@@ -240,11 +263,20 @@ class ForecastWriter:
                 self._sink.assign(layout.variable, init_index, lead_index, values)
         self._written[init_index, lead_index] = True
 
-    def close(self) -> None:
-        """Mark the forecast complete; ValueError, and it is not, where a lead was not written."""
+    @property
+    def written(self) -> int:
+        """Leads that this process has written so far, over all initial times."""
+        return int(self._written.sum())
+
+    def close(self, written: int | None = None) -> None:
+        """Mark the forecast complete; ValueError, and it is not, where a lead was not written.
+
+        written: by all processes together; none: only this one writes. A process that joined
+        leaves the mark to the first, after all have written.
+        """
         if self._closed:
             return
-        absent = np.argwhere(~self._written)
+        absent = np.argwhere(~self._written & self._own[:, None])
         if absent.size:
             self.abandon()
             init, lead = (int(i) for i in absent[0])
@@ -252,9 +284,17 @@ class ForecastWriter:
                 f"{self.path} stays incomplete: {len(absent)} of {self._written.size} leads were"
                 f" not written, the first is init_time {self.init_times[init]}, lead {lead + 1}"
             )
+        together = self.written if written is None else written
+        if not self._joins and together != self._written.size:
+            self.abandon()
+            raise ValueError(
+                f"{self.path} stays incomplete: all processes together wrote {together} of"
+                f" {self._written.size} leads"
+            )
         try:
             with self._naming("complete"):
-                self._sink.complete()
+                if not self._joins:
+                    self._sink.complete()
                 self._sink.release()
             self._closed = True
         finally:

@@ -73,10 +73,19 @@ class Linear(Layer):
 class Conv(Layer):
     """Convolution without padding over (batch, feature, lat, lon)."""
 
-    def __init__(self, num_in: int, num_out: int, *, kernel: int, stride: int = 1) -> None:
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        *,
+        kernel: int,
+        stride: int = 1,
+        dilation: int = 1,
+        groups: int = 1,
+    ) -> None:
         super().__init__()
-        self.stride = stride
-        self.weight = nn.Parameter(torch.empty(num_out, num_in, kernel, kernel))
+        self.kernel, self.stride, self.dilation, self.groups = kernel, stride, dilation, groups
+        self.weight = nn.Parameter(torch.empty(num_out, num_in // groups, kernel, kernel))
         self.bias = nn.Parameter(torch.empty(num_out))
 
     def reset(self, generator: torch.Generator) -> None:
@@ -85,20 +94,26 @@ class Conv(Layer):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return dense(partial(F.conv2d, stride=self.stride), x, *self.weights(x.dtype))
+        convolve = partial(F.conv2d, stride=self.stride, dilation=self.dilation, groups=self.groups)
+        return dense(convolve, x, *self.weights(x.dtype))
 
 
 class TransposedConv(Layer):
-    """Transposed convolution whose kernel is its stride: every output has one source token."""
+    """Transposed convolution over (batch, feature, lat, lon), all of its outputs.
 
-    def __init__(self, num_in: int, num_out: int, *, stride: int) -> None:
+    kernel: the stride where not given, so that every output has one source token; a larger one
+    stands between a `TransposedPad` and a `Crop`.
+    """
+
+    def __init__(self, num_in: int, num_out: int, *, stride: int, kernel: int = 0) -> None:
         super().__init__()
-        self.stride = stride
-        self.weight = nn.Parameter(torch.empty(num_in, num_out, stride, stride))
+        self.stride, self.kernel = stride, kernel or stride
+        self.weight = nn.Parameter(torch.empty(num_in, num_out, self.kernel, self.kernel))
         self.bias = nn.Parameter(torch.empty(num_out))
 
     def reset(self, generator: torch.Generator) -> None:
-        bound = 1 / math.sqrt(self.weight.shape[0])
+        # As many source tokens as an output has, each with all features.
+        bound = 1 / (math.sqrt(self.weight.shape[0]) * (self.kernel / self.stride))
         nn.init.uniform_(self.weight, -bound, bound, generator=generator)
         nn.init.zeros_(self.bias)
 

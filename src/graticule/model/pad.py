@@ -25,6 +25,19 @@ def reach(size: int, kernel: int, stride: int, dilation: int) -> tuple[int, int]
     return before, max(0, last - (size - 1))
 
 
+def spread(kernel: int, stride: int) -> tuple[int, int, int]:
+    """(before, after, surplus) of a centred transposed convolution, stride <= kernel.
+
+    Of n points it makes stride * n: output j is the sum over i, t with stride * i + t = j + start
+    of input i times weight t, start = (kernel - stride + 1) // 2. It reads `before` and `after`
+    points beyond the edges; over a field that has them, its first `surplus` outputs are too many.
+    (0, 0, 0) for kernel 2, stride 2; (1, 1, 3) for kernel 4, stride 2.
+    """
+    start = (kernel - stride + 1) // 2
+    before, after = (kernel - 1 - start) // stride, (start + stride - 1) // stride
+    return before, after, before * stride + start
+
+
 class _Wrap(torch.autograd.Function):
     """Zero rows and circular columns in one copy, a third of the time of padding twice."""
 
@@ -54,8 +67,27 @@ class _Wrap(torch.autograd.Function):
         return inside, None
 
 
-class ConvPad(nn.Module):
-    """Pad (batch, feature, lat, lon) for a convolution that then runs without padding."""
+class Pad(nn.Module):
+    """Pad (batch, feature, lat, lon) for a consumer that then runs without padding."""
+
+    north: int
+    south: int
+    west: int
+    east: int
+
+    def __init__(self, boundary: Boundary, points: tuple[int, int]) -> None:
+        """points: (lat, lon) of the field that is padded, all of it."""
+        super().__init__()
+        self.boundary, self.points = boundary, points
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.boundary == "paper":
+            return F.pad(x, (self.west, self.east, self.north, self.south))
+        return _Wrap.apply(x, (self.north, self.south, self.west, self.east))
+
+
+class ConvPad(Pad):
+    """For a convolution."""
 
     def __init__(
         self,
@@ -66,9 +98,7 @@ class ConvPad(nn.Module):
         stride: int = 1,
         dilation: int = 1,
     ) -> None:
-        """points: (lat, lon) of the field that is padded, all of it."""
-        super().__init__()
-        self.boundary, self.points = boundary, points
+        super().__init__(boundary, points)
         self.kernel, self.stride, self.dilation = kernel, stride, dilation
         self.north, self.south = reach(points[0], kernel, stride, dilation)
         self.west, self.east = reach(points[1], kernel, stride, dilation)
@@ -79,24 +109,49 @@ class ConvPad(nn.Module):
                 f" least {max(self.west, self.east)} columns"
             )
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.boundary == "paper":
-            return F.pad(x, (self.west, self.east, self.north, self.south))
-        return _Wrap.apply(x, (self.north, self.south, self.west, self.east))
-
     def extra_repr(self) -> str:
         return f"{self.boundary}, {self.points}, {self.kernel=}, {self.stride=}, {self.dilation=}"
 
 
-class Crop(nn.Module):
-    """Keep the first `points` (lat, lon): a transposed convolution yields surplus ones."""
+class TransposedPad(Pad):
+    """For a transposed convolution; `Crop(points, surplus=pad.surplus)` follows it."""
 
-    def __init__(self, points: tuple[int, int]) -> None:
+    def __init__(
+        self, boundary: Boundary, points: tuple[int, int], *, kernel: int, stride: int
+    ) -> None:
+        super().__init__(boundary, points)
+        if kernel < stride:
+            raise ValueError(
+                f"a transposed convolution of kernel {kernel} and stride {stride} leaves holes:"
+                " it needs a kernel of at least its stride"
+            )
+        self.kernel, self.stride = kernel, stride
+        before, after, self.surplus = spread(kernel, stride)
+        self.north = self.west = before
+        self.south = self.east = after
+        if boundary == "globe" and max(before, after) > points[1]:
+            raise ValueError(
+                f"a circle of {points[1]} columns cannot be read by a transposed convolution of"
+                f" kernel {kernel}, stride {stride}: it needs at least {max(before, after)} columns"
+            )
+
+    def extra_repr(self) -> str:
+        return f"{self.boundary}, {self.points}, {self.kernel=}, {self.stride=}"
+
+
+class Crop(nn.Module):
+    """Keep `points` (lat, lon): a transposed convolution yields surplus ones.
+
+    surplus: how many of them come before, in each direction.
+    """
+
+    def __init__(self, points: tuple[int, int], surplus: int = 0) -> None:
         super().__init__()
-        self.points = points
+        self.points, self.surplus = points, surplus
 
     def forward(self, x: Tensor) -> Tensor:
-        return x[..., : self.points[0], : self.points[1]]
+        first, (rows, columns) = self.surplus, self.points
+        return x[..., first : first + rows, first : first + columns]
 
 
 class FieldPad(nn.Module):

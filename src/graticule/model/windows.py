@@ -99,13 +99,16 @@ class WindowMask(nn.Module):
     to the scores: minus infinity (`globe`) or the published -100 (`paper`) where forbidden.
     """
 
-    def __init__(self, grid: WindowGrid, shifted: bool) -> None:
+    def __init__(self, grid: WindowGrid, shifted: bool, regions: np.ndarray | None = None) -> None:
+        """regions: (window, token) of the windows in question; None: of all that there are."""
         super().__init__()
-        regions = grid.regions(shifted)
+        self.grid, self.shifted = grid, shifted
+        regions = grid.regions(shifted) if regions is None else regions
         # Windows with the same regions, up to the numbering, share one mask.
         patterns, which = np.unique(regions - regions[:, :1], axis=0, return_inverse=True)
         forbidden = -np.inf if grid.boundary == "globe" else -100.0
         self.windows: list[slice | np.ndarray] = []
+        order = np.empty(0, dtype=np.int64)
         for number, pattern in enumerate(patterns):
             members = np.flatnonzero(which.ravel() == number)
             contiguous = members[-1] - members[0] + 1 == members.size
@@ -117,7 +120,7 @@ class WindowMask(nn.Module):
                 together = pattern[:, None] == pattern[None, :]
                 mask = torch.from_numpy(np.where(together, 0.0, forbidden).astype(np.float32))
             self.register_buffer(f"mask_{number}", mask, persistent=False)
-        order = np.concatenate([np.arange(grid.num_windows)[w] for w in self.windows])
+            order = np.concatenate([order, members])
         back = np.argsort(order)
         self.back = None if (back == np.arange(back.size)).all() else back
 

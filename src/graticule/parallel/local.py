@@ -90,6 +90,12 @@ class LocalRanks:
         return results
 
     def _start(self) -> None:
+        # Seconds to import, here once instead of in each child: an optimizer's first step takes
+        # the compiler along.
+        import torch._dynamo
+        import torch.distributed.fsdp
+        import torch.distributed.tensor  # noqa: F401
+
         self._folder = tempfile.mkdtemp(prefix="graticule-ranks-")
         for rank in range(self.size):
             ours, theirs = Pipe()

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or not there, verified when read, and without pickle.
+"""Checkpoints: complete or not there, verified when read, the same in every layout, no pickle.
 
     checkpoints/step-00000500/
       model/      *.safetensors   the weights, by the model's own names
@@ -7,37 +7,117 @@
       state.json                  step, sample position, configuration, fingerprints, channels
       complete.json               size and SHA-256 of every file above; written last
 
-Tensors go through torch.distributed.checkpoint with its safetensors storage, whose files any
-safetensors reader opens. A checkpoint is written under a hidden name, synced to disk, then
-renamed: whenever a process is killed, the former checkpoint is whole.
+The files hold whole tensors (`tensors.py`): what one layout saved any other loads. A checkpoint is
+written under a hidden name, synced to disk, then renamed: whenever a process is killed, the former
+checkpoint is whole. Where there are several processes, all of them save, find and load together:
+each writes and reads its share, rank 0 says what is there, and what fails on one fails on all.
 """
 
-import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-import warnings
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from graticule.parallel.talk import Talk, everyone
+from graticule.train import parts, seal
+from graticule.train import tensors as storage
+from graticule.train.seal import COMPLETE
 
 FORMAT = "graticule checkpoint 1"
-COMPLETE = "complete.json"
 STATE = "state.json"
+_GRACE_SECONDS = 10
+"""In which threads that failed together end together."""
 _log = logging.getLogger(__name__)
+
+
+class Saver:
+    """Writes the checkpoints of a run, in the background if wanted: one at a time.
+
+    Made, and its methods called, by all ranks together. Close it: only then is the last one there.
+    """
+
+    def __init__(self, run: Path, *, keep: int, background: bool = False) -> None:
+        """keep: how many checkpoints stay. background: a thread writes copies in host memory.
+
+        The thread has a group of its own: training may talk over any other meanwhile.
+        """
+        self.run, self.keep, self.background = run, keep, background
+        self._talk = everyone()
+        self._thread_talk = self._talk.another() if background else self._talk
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def save(
+        self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
+    ) -> Path:
+        """Write `run/checkpoints/step-STEP` and remove all but the last `keep` checkpoints.
+
+        tensors: by group (`model`, `average`, `optimizer`) and name: the same on all ranks, or
+            DTensors. state: plain values; rank 0's are kept.
+        In the background it returns when `tensors` may change again; the folder is there later.
+        ValueError, the same on all ranks, where the disk refuses, now or for the save before this
+        one; what was there before is then untouched.
+        """
+        self.wait()
+        # JSON now: what is written later is what holds now.
+        text = json.dumps({"format": FORMAT, "step": step, **state}, indent=1) + "\n"
+        entries = parts.plan(tensors, self._talk)
+        held = parts.held(tensors, entries, self._talk.rank)
+        final, groups = self.run / "checkpoints" / f"step-{step:08d}", sorted(tensors)
+        if not self.background:
+            _write(final, groups, entries, held, text, self.keep, self._talk)
+            return final
+        copies = parts.in_host_memory(held)
+
+        def work() -> None:
+            try:
+                _write(final, groups, entries, copies, text, self.keep, self._thread_talk)
+            except Exception as error:
+                self._error = error
+
+        # A process that fails ends without it: that is a kill, and kills are safe.
+        self._thread = threading.Thread(target=work, name=final.name, daemon=True)
+        self._thread.start()
+        return final
+
+    def check(self) -> None:
+        """Raise what the thread met, on all ranks at once. Costs nothing while none is writing."""
+        if self._thread is None:
+            return
+        failed, ended = self._error is not None, not self._thread.is_alive()
+        worst = self._talk.least(0 if failed else 2 if ended else 1)
+        if worst == 0:
+            # Where all failed together ours ends, too; else it waits for one that fell, in vain.
+            thread, self._thread = self._thread, None
+            thread.join(timeout=_GRACE_SECONDS)
+            raise self._taken_error() or ValueError(
+                f"cannot write {thread.name} of {self.run}: another rank failed, and says why"
+            )
+        if worst == 2:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when no save is under way. ValueError if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if error := self._taken_error():
+            raise error
+
+    close = wait
+
+    def _taken_error(self) -> Exception | None:
+        error, self._error = self._error, None
+        return error
 
 
 def save(
@@ -48,50 +128,83 @@ def save(
     *,
     keep: int,
 ) -> Path:
-    """Write `run/checkpoints/step-STEP` and remove all but the last `keep` checkpoints.
+    """One checkpoint, at once: see `Saver.save`."""
+    return Saver(run, keep=keep).save(step, tensors, state)
 
-    tensors: by group (`model`, `average`, `optimizer`) and name. state: plain values.
-    ValueError where the disk refuses; what was there before is then untouched.
-    """
-    folder = run / "checkpoints"
-    final = folder / f"step-{step:08d}"
-    part = folder / f".{final.name}.part"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-        for group, named in tensors.items():
-            _write_tensors(part / group, named)
-        text = json.dumps({"format": FORMAT, "step": step, **state}, indent=1)
-        (part / STATE).write_text(text + "\n")
-        _seal(part)
-        if final.exists() and not (final / COMPLETE).is_file():
-            shutil.rmtree(final)
-        os.rename(part, final)
-        _sync(folder)
-    except OSError as error:
+
+def _write(
+    final: Path,
+    groups: list[str],
+    entries: list[parts.Entry],
+    held: Mapping[parts.Key, Tensor],
+    state: str,
+    keep: int,
+    talk: Talk,
+) -> None:
+    """All ranks together: each its files, rank 0 the rest."""
+    folder = final.parent
+    run, part = folder.parent, folder / f".{final.name}.part"
+    error: Exception | None = None
+
+    def refused(what: object) -> ValueError:
         whole = complete(run)
-        raise ValueError(
-            f"cannot write checkpoint {final}: {error}; the last whole one is"
-            f" {whole[-1] if whole else 'none'}. Make room or access, then resume"
-        ) from error
+        return ValueError(
+            f"cannot write checkpoint {final}: {what}; the last whole one is"
+            f" {whole[-1] if whole else 'none'}. Make room or access"
+            f"{' (all ranks write into this folder)' if talk.size > 1 else ''}, then resume"
+        )
+
+    def begin() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(part, ignore_errors=True)
+            for group in groups:
+                (part / group).mkdir(parents=True)
+        except OSError as error:
+            raise refused(error) from error
+
+    def end() -> None:
+        if told:
+            raise refused(told)
+        sealed = {name: entry for ours in every for name, entry in ours.items()}
+        try:
+            for group in groups:
+                name = storage.write_index(part, group, entries)
+                sealed[name] = seal.of_file(part / name)
+            (part / STATE).write_text(state)
+            sealed[STATE] = seal.of_file(part / STATE)
+            seal.write(part, sealed)
+            if final.exists() and not (final / COMPLETE).is_file():
+                shutil.rmtree(final)
+            os.rename(part, final)
+            seal.sync(folder)
+        except OSError as refusal:
+            raise refused(refusal) from refusal
+        for old in complete(run)[:-keep]:
+            # Out of sight first: a half-removed checkpoint never looks like one.
+            os.rename(old, folder / f".{old.name}.old")
+        for left in folder.glob(".step-*"):
+            shutil.rmtree(left)
+
+    try:
+        talk.first(begin)
+        files, error = storage.write(part, entries, held, talk)
+        told, every = talk.failures(error), talk.gather(files)
+        talk.first(end)
+    except ValueError as refusal:
+        raise refusal from refusal.__cause__ or error
     finally:
-        shutil.rmtree(part, ignore_errors=True)
-    for old in complete(run)[:-keep]:
-        # Out of sight first: a half-removed checkpoint never looks like one.
-        os.rename(old, folder / f".{old.name}.old")
-    for left in folder.glob(".step-*"):
-        shutil.rmtree(left)
-    return final
+        if talk.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def complete(run: Path) -> list[Path]:
-    """The run's complete checkpoints, oldest first."""
+    """The run's complete checkpoints, oldest first, as this process sees them."""
     return [path for path in _named_steps(run) if (path / COMPLETE).is_file()]
 
 
 def incomplete(run: Path) -> list[Path]:
-    """What an interrupted save left behind."""
+    """What an interrupted save left behind, as this process sees it."""
     broken = [path for path in _named_steps(run) if not (path / COMPLETE).is_file()]
     return sorted((run / "checkpoints").glob(".step-*.part")) + broken
 
@@ -106,29 +219,16 @@ def step_of(checkpoint: Path) -> int:
 def find(run_or_checkpoint: str | Path) -> Path:
     """The checkpoint itself, or a run's last complete one. Says so if a later one is incomplete.
 
-    ValueError if there is none.
+    The one that rank 0 sees, on all ranks. ValueError if there is none.
     """
-    path = Path(run_or_checkpoint)
-    if (path / COMPLETE).is_file():
-        return path
-    whole = complete(path)
-    last = step_of(whole[-1]) if whole else -1
-    left = [broken for broken in incomplete(path) if step_of(broken) > last]
-    told = "".join(f"; step {step_of(broken)} is incomplete ({broken})" for broken in left)
-    if not whole:
-        raise ValueError(
-            f"{path} holds no complete checkpoint{told}; name a run's folder or one of its"
-            " checkpoints/step-..., or start a new run"
-        )
-    if told:
-        _log.warning("%s%s: step %d is the last whole one", path, told.replace(";", ":", 1), last)
-    return whole[-1]
+    return everyone().first(lambda: _found(Path(run_or_checkpoint)))
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """state.json, verified."""
-    _verify(checkpoint, STATE)
-    state = json.loads((checkpoint / STATE).read_text())
+    talk = everyone()
+    seal.verify(checkpoint, STATE, talk)
+    state = talk.first(lambda: json.loads((checkpoint / STATE).read_text()))
     if state.get("format") != FORMAT:
         raise ValueError(f"{checkpoint} has format {state.get('format')!r}, not {FORMAT!r}")
     return state
@@ -142,26 +242,54 @@ def weights_of(checkpoint: Path) -> str:
 
 def groups(checkpoint: Path) -> list[str]:
     """Which of `model`, `average`, `optimizer` are there."""
-    return sorted(path.name for path in checkpoint.iterdir() if path.is_dir())
+    return everyone().first(
+        lambda: sorted(path.name for path in checkpoint.iterdir() if path.is_dir())
+    )
 
 
 def saved_names(checkpoint: Path, group: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of each tensor of a group, from the headers of its files, verified."""
-    _verify(checkpoint, group)
-    metadata = HuggingFaceStorageReader(path=str(checkpoint / group)).read_metadata()
-    return {
-        name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)  # safetensors holds nothing else
-    }
+    found = _saved(checkpoint, group, everyone())
+    return {name: (entry.shape, entry.dtype) for name, entry in found.items()}
 
 
 def load_tensors(checkpoint: Path, group: str, into: Mapping[str, Tensor]) -> None:
     """Fill `into` in place from one group; files are verified first.
 
-    ValueError unless names, shapes and types are the same on both sides; it lists the differences.
+    into: whole tensors, or DTensors in any layout: each rank reads its part.
+    ValueError, the same on all ranks, unless names, shapes and types are the same on both sides;
+    it lists the differences.
     """
-    saved = saved_names(checkpoint, group)
+    talk = everyone()
+    files = _saved(checkpoint, group, talk)
+    error: Exception | None = None
+    try:
+        _require_fit(checkpoint / group, files, into)
+        boxes = {name: parts.box_of(value) for name, value in into.items()}
+    except ValueError as caught:
+        error = caught
+    _raise_together(error, talk)
+    try:
+        storage.read(checkpoint / group, files, into, boxes)
+    except Exception as caught:
+        error = caught
+    _raise_together(error, talk)
+
+
+def _saved(checkpoint: Path, group: str, talk: Talk) -> dict[str, storage.Saved]:
+    seal.verify(checkpoint, group, talk)
+    return talk.first(lambda: storage.saved(checkpoint / group))
+
+
+def _raise_together(error: Exception | None, talk: Talk) -> None:
+    if told := talk.failures(error):
+        raise ValueError(told) from error
+
+
+def _require_fit(
+    source: Path, files: Mapping[str, storage.Saved], into: Mapping[str, Tensor]
+) -> None:
+    saved = {name: (entry.shape, entry.dtype) for name, entry in files.items()}
     wanted = {name: (tuple(value.shape), value.dtype) for name, value in into.items()}
     if saved != wanted:
         lines = []
@@ -171,16 +299,9 @@ def load_tensors(checkpoint: Path, group: str, into: Mapping[str, Tensor]) -> No
                 lines.append(f"{name}: checkpoint {_shape(there)}, model {_shape(here)}")
         shown = "\n  ".join(lines[:20])
         raise ValueError(
-            f"{checkpoint / group} does not fit this model: {len(lines)} of"
+            f"{source} does not fit this model: {len(lines)} of"
             f" {len({*saved, *wanted})} tensors differ\n  {shown}"
             + (f"\n  and {len(lines) - 20} more" if len(lines) > 20 else "")
-        )
-    with _single_process():
-        # Shapes and names agree: the planner has nothing to leave out.
-        dcp.load(
-            dict(into),
-            storage_reader=HuggingFaceStorageReader(path=str(checkpoint / group)),
-            no_dist=True,
         )
 
 
@@ -230,86 +351,21 @@ def check_channels(
             )
 
 
-def _write_tensors(folder: Path, named: Mapping[str, Tensor]) -> None:
-    # safetensors stores dense row-major tensors only.
-    dense = {name: value.detach().contiguous() for name, value in named.items()}
-    with _single_process():
-        try:
-            dcp.save(dense, storage_writer=HuggingFaceStorageWriter(path=str(folder)), no_dist=True)
-        except CheckpointException as wrapped:
-            # torch hides the cause, such as a full disk, in an exception of its own.
-            cause, _ = next(iter(wrapped.failures.values()))
-            raise cause from None
-
-
-class _single_process(warnings.catch_warnings):
-    """Without torch's warning that one process is one process."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-
-
-def _seal(folder: Path) -> None:
-    """Sync all files and record their sizes and digests."""
-    files = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        _sync(path)
-        files[str(path.relative_to(folder))] = {
-            "bytes": path.stat().st_size,
-            "sha256": _sha256(path),
-        }
-    (folder / COMPLETE).write_text(json.dumps({"files": files}, indent=1) + "\n")
-    _sync(folder / COMPLETE)
-    for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
-        _sync(path)
-
-
-def _verify(checkpoint: Path, part: str) -> None:
-    """ValueError unless `part` (a file or folder) holds just what was sealed."""
-    try:
-        sealed = json.loads((checkpoint / COMPLETE).read_text())["files"]
-        wanted = {
-            name: (int(entry["bytes"]), str(entry["sha256"]))
-            for name, entry in sealed.items()
-            if name.split("/")[0] == part
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(checkpoint, f"{COMPLETE} is not what was written ({error!r})") from error
-    root = checkpoint / part
-    there = [root] if root.is_file() else [path for path in root.rglob("*") if path.is_file()]
-    names = {str(path.relative_to(checkpoint)) for path in there}
-    wrong = [f"{name} is missing" for name in sorted({*wanted} - names)]
-    wrong += [f"{name} was not there when it was written" for name in sorted(names - {*wanted})]
-    for name in sorted(names & {*wanted}):
-        path, (size, digest) = checkpoint / name, wanted[name]
-        found = path.stat().st_size
-        if found != size:
-            wrong.append(f"{name} has {found} bytes, not {size}")
-        elif _sha256(path) != digest:
-            wrong.append(f"{name} has another SHA-256 than when it was written")
-    if wrong or not wanted:
-        raise _damaged(checkpoint, "; ".join(wrong) or f"it has no {part}")
-
-
-def _damaged(checkpoint: Path, what: str) -> ValueError:
-    return ValueError(
-        f"checkpoint {checkpoint} is damaged: {what}."
-        " Restore it, or move this folder away to go on from the checkpoint before it"
-    )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _found(path: Path) -> Path:
+    if (path / COMPLETE).is_file():
+        return path
+    whole = complete(path)
+    last = step_of(whole[-1]) if whole else -1
+    left = [broken for broken in incomplete(path) if step_of(broken) > last]
+    told = "".join(f"; step {step_of(broken)} is incomplete ({broken})" for broken in left)
+    if not whole:
+        raise ValueError(
+            f"{path} holds no complete checkpoint{told}; name a run's folder or one of its"
+            " checkpoints/step-..., or start a new run"
+        )
+    if told:
+        _log.warning("%s%s: step %d is the last whole one", path, told.replace(";", ":", 1), last)
+    return whole[-1]
 
 
 def _named_steps(run: Path) -> list[Path]:

@@ -1,9 +1,12 @@
 """The folder of a run: what may be written there, what a resumed run may change.
 
 config.json     the whole configuration
-run.json        versions, fingerprints, channels, sessions
+run.json        versions, fingerprints, channels, sessions and their layouts
 metrics.jsonl   one line a step (`progress.py`)
+ranks/          the same of ranks 1, 2, ..., as far as theirs differ
 checkpoints/    `checkpoint.py`
+
+Rank 0 of a run holds the folder and decides for all.
 """
 
 import fcntl
@@ -11,7 +14,7 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,8 +31,10 @@ from graticule.train.task import Task
 
 MAY_CHANGE = (
     "train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.validate_every",
-    "train.tensorboard", "data.read_threads", "data.read_waves",
+    "train.save_in_background", "train.tensorboard", "data.read_threads", "data.read_waves",
+    "mesh.*",
 )  # fmt: skip
+"""`mesh.*`: all keys of that section."""
 _log = logging.getLogger(__name__)
 
 
@@ -86,7 +91,11 @@ def point_of_resume(config: Config, out: Path) -> Path | None:
     """
     saved = from_dict(_read(out / "config.json"))
     before, now = _flat(saved), _flat(config)
-    changed = [key for key in now if before[key] != now[key] and key not in MAY_CHANGE]
+    changed = [
+        key
+        for key in now
+        if before[key] != now[key] and not {key, f"{key.partition('.')[0]}.*"} & {*MAY_CHANGE}
+    ]
     if changed:
         told = [f"{key}: {before[key]!r} in the run, now {now[key]!r}" for key in changed]
         shown = "; ".join(told[:3]) + (f"; and {len(told) - 3} more" if len(told) > 3 else "")
@@ -129,9 +138,22 @@ def _flat(config: Config) -> dict[str, Any]:
     }
 
 
-def write_description(out: Path, task: Task, step: int, started_from: str) -> None:
-    """started_from: which weights a new run began with; empty: random ones, or it is resumed."""
-    session = {"after_step": step, "device": str(task.device), "versions": versions()}
+def write_description(
+    out: Path, task: Task, step: int, started_from: str, tried: Sequence[dict[str, Any]] = ()
+) -> None:
+    """started_from: which weights a new run began with; empty: random ones, or it is resumed.
+    tried: what was measured before the mesh's split was chosen, if it was (`topology.py`)."""
+    mesh, stripes = task.running.mesh, task.running.stripes
+    session = {
+        "after_step": step,
+        "device": str(task.device),
+        "processes": mesh.size,
+        # As configured, but for the sizes that were found.
+        "mesh": task.config.to_dict()["mesh"] | mesh.sizes,
+        "stripes": {"dim": stripes.dim, "bounds": list(stripes.grid.bounds)},
+        **({"tried": list(tried)} if tried else {}),
+        "versions": versions(),
+    }
     path = out / "run.json"
     before = _read(path) if path.exists() else {}
     earlier = before.get("sessions", [])

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from graticule.parallel.exchange import Link
+
 Kind = Literal["mae", "mse"]
 
 
@@ -26,7 +28,8 @@ class LossWeights:
     cell: (channel, lat, lon) float32, 0 where not wet. Areas are relative to the mean cell, so
         that their size does not depend on the planet's.
     wet: (channel, lat, lon) bool.
-    total: exact sum of `cell`: the weight of one sample at one output offset.
+    total: exact sum of `cell` over the whole grid, whatever part of it is here: the weight of one
+        sample at one output offset.
     """
 
     cell: Tensor
@@ -34,20 +37,34 @@ class LossWeights:
     total: float
 
     @classmethod
-    def of(cls, wet: np.ndarray, cell_area: np.ndarray | None = None) -> "LossWeights":
+    def of(
+        cls,
+        wet: np.ndarray,
+        cell_area: np.ndarray | None = None,
+        *,
+        mean_area: float | None = None,
+        link: Link | None = None,
+        device: torch.device | str = "cpu",
+    ) -> "LossWeights":
         """wet: (channel, lat, lon) bool. cell_area: (lat, lon), any unit; None: all cells alike.
 
-        ValueError if nothing is wet.
+        Of a part of the grid, which may be empty: mean_area is that of the whole grid's cells,
+        link the ranks that hold its parts. They call it together and get the same `total`.
+        device: where the weights are.
+        ValueError if nothing is wet anywhere.
         """
-        if not wet.any():
-            raise ValueError(f"no predicted channel has a wet cell among {wet.shape}: no loss")
-        relative = np.ones(wet.shape[-2:]) if cell_area is None else cell_area / cell_area.mean()
+        relative = np.ones(wet.shape[-2:]) if cell_area is None else cell_area
         if (relative <= 0).any():
             raise ValueError(f"cell areas must be positive, the least is {relative.min():g}")
+        if cell_area is not None:
+            relative = cell_area / (cell_area.mean() if mean_area is None else mean_area)
         cell = (wet * relative).astype(np.float32)
         # Of the rounded weights, so that an error of 2 everywhere is a loss of 2.
-        total = float(cell.sum(dtype=np.float64))
-        return cls(torch.from_numpy(cell), torch.from_numpy(wet.astype(bool)), total)
+        local = torch.tensor(cell.sum(dtype=np.float64), device=device)
+        total = float((link or Link()).sum(local, "weights"))
+        if not total:
+            raise ValueError(f"no predicted channel has a wet cell among {wet.shape}: no loss")
+        return cls(torch.from_numpy(cell), torch.from_numpy(wet.astype(bool)), total).to(device)
 
     def to(self, device: torch.device | str) -> "LossWeights":
         return LossWeights(self.cell.to(device), self.wet.to(device), self.total)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from graticule.config import TrainConfig
+from graticule.parallel.data import local
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,18 @@ def decays(name: str, parameter: Tensor) -> bool:
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW with decoupled weight decay on matrices and kernels only."""
     named = list(model.named_parameters())
-    groups = [
-        {"params": [p for n, p in named if decays(n, p)], "weight_decay": config.weight_decay},
-        {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
-    ]
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    for name, parameter in named:
+        # One kernel takes parameters that lie on one device mesh, or on none.
+        mesh = getattr(parameter, "device_mesh", None)
+        groups.setdefault((decays(name, parameter), mesh), []).append(parameter)
     # One kernel for all parameters; the same numbers as the loop to rounding (tested).
     fused = all(p.device.type in ("cpu", "cuda") for _, p in named)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [
+            {"params": parameters, "weight_decay": config.weight_decay if decay else 0.0}
+            for (decay, _), parameters in groups.items()
+        ],
         lr=config.learning_rate,
         betas=config.betas,
         fused=fused,
@@ -119,7 +124,9 @@ class Average:
         # A parameter with two names is averaged under both.
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, value in model.state_dict().items():
+            # Of a sharded parameter, this rank's part: no communication.
+            ours, value = local(self.tensors[name]), local(value)
             if name in parameters:
-                self.tensors[name].lerp_(value, share)
+                ours.lerp_(value, share)
             else:
-                self.tensors[name].copy_(value)
+                ours.copy_(value)

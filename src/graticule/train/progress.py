@@ -1,5 +1,8 @@
 """What a run says while it runs: one JSON line a step, and TensorBoard where it is wanted.
 
+metrics.jsonl               of rank 0, on behalf of all
+ranks/metrics-00001.jsonl   of rank 1, and so on: `RANK_KEYS`, which differ from rank to rank
+
 Keys of a line:
 
 step                optimizer step, from 1
@@ -7,7 +10,7 @@ loss                summed over leads; `lead_losses` each of them where there ar
 gradient_norm       global, before clipping
 learning_rate       that this step used
 seconds             wall time of this step, waits included, without what comes between steps
-samples_per_s       samples of this step over its wall time
+samples_per_s       samples of this step, of all ranks, over its wall time
 cells_per_s         values predicted and scored per second: samples x leads x output times x
                     predicted channels x lat x lon. It compares runs of different resolution
 data_wait_share     share of the wall time spent waiting for the reader
@@ -27,26 +30,44 @@ from typing import Any
 
 import torch
 
-FILE = "metrics.jsonl"
+FILE, RANKS = "metrics.jsonl", "ranks"
+RANK_KEYS = ("step", "seconds", "data_wait_share", "memory_gib")
 
 
 class Metrics:
-    """Appends to `metrics.jsonl`, each line flushed.
+    """Appends to a rank's file, each line flushed.
 
-    after_step: lines past it are dropped: a resumed run takes these steps again.
+    rank, ranks: which of how many. after_step: lines past it are dropped, also those of ranks that
+    there are no longer: a resumed run takes these steps again. tensorboard: of rank 0 alone.
     """
 
-    def __init__(self, run: Path, *, after_step: int = 0, tensorboard: bool = False) -> None:
-        self._board = _summary_writer(run, after_step) if tensorboard else None
-        path = run / FILE
+    def __init__(
+        self,
+        run: Path,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        after_step: int = 0,
+        tensorboard: bool = False,
+    ) -> None:
+        self._rank = rank
+        self._board = _summary_writer(run, after_step) if tensorboard and not rank else None
+        path = _file_of(run, rank)
         try:
             _drop_after(path, after_step)
+            if rank:
+                path.parent.mkdir(exist_ok=True)
+            for left in sorted((run / RANKS).glob("metrics-*.jsonl")) if not rank else ():
+                if left not in {_file_of(run, other) for other in range(ranks)}:
+                    _drop_after(left, after_step)
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise _unwritable(path, error) from error
 
     def write(self, metrics: dict[str, Any]) -> None:
         """One step's line. Numbers that are not finite become null: JSON has no others."""
+        if self._rank:
+            metrics = {key: metrics[key] for key in RANK_KEYS}
         line = json.dumps({key: _plain(value) for key, value in metrics.items()})
         try:
             self._file.write(line + "\n")
@@ -70,7 +91,14 @@ class Metrics:
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """All whole lines of a run's `metrics.jsonl`."""
-    path = run / FILE
+    return _read_lines(run / FILE)
+
+
+def _file_of(run: Path, rank: int) -> Path:
+    return run / RANKS / f"metrics-{rank:05d}.jsonl" if rank else run / FILE
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
     # A crash of the machine can leave bytes at the end that are no text.
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     lines = text.splitlines()
@@ -112,7 +140,7 @@ def _plain(value: Any) -> Any:
 def _drop_after(path: Path, step: int) -> None:
     if not path.exists():
         return
-    kept = [line for line in read_metrics(path.parent) if line["step"] <= step]
+    kept = [line for line in _read_lines(path) if line["step"] <= step]
     part = path.with_name(f".{path.name}.part")
     try:
         part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")

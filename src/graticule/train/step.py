@@ -1,7 +1,8 @@
 """One optimizer step: rollout, loss, backward, one global norm, update.
 
-The loss is a local weighted sum over a *global* weight (`loss.py`), so micro-batches, and later
-ranks, add up without any further division. Nothing else in the package calls `backward`.
+The loss is a local weighted sum over a *global* weight (`loss.py`), so micro-batches and ranks add
+up without any further division: gradients are summed over ranks, never averaged. Nothing else in
+the package calls `backward`.
 
 The ranges that a profiler shows are named here (`split.py` reads them). Without a profiler one
 costs microseconds, and a step has a few for each lead.
@@ -10,7 +11,7 @@ costs microseconds, and a step has a few for each lead.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from graticule.forecast.rollout import rollout
+from graticule.mesh import Mesh
+from graticule.parallel.data import SharedWeights
 from graticule.train.loss import Kind, LossWeights, weighted_error
 from graticule.train.optimizer import Average
 
@@ -124,12 +127,14 @@ class LossScale:
 @dataclass(frozen=True)
 class StepResult:
     """loss: summed over leads. lead_losses: of each. gradient_norm: before clipping.
-    applied: False where a float16 step was left out and the loss scale lowered."""
+    applied: False where a float16 step was left out and the loss scale lowered.
+    told: the sum of what the ranks told each other. All of it is the same on every rank."""
 
     loss: float
     lead_losses: tuple[float, ...]
     gradient_norm: float
     applied: bool
+    told: float = 0.0
 
 
 def training_step(
@@ -144,13 +149,18 @@ def training_step(
     clip_norm: float = 0.0,
     loss_scale: LossScale | None = None,
     average: Average | None = None,
+    shared: SharedWeights | None = None,
+    tell: float = 0.0,
 ) -> StepResult:
     """Take optimizer step `step` on the micro-batches, which hold `samples` samples in all.
 
-    learning_rate: of this step. clip_norm: largest global norm; 0: no clipping.
-    loss_scale: for float16. Gradients stay in `.grad`, clipped, until the next step.
+    samples: of all ranks. learning_rate: of this step. clip_norm: largest global norm; 0: no
+    clipping. loss_scale: for float16. Gradients stay in `.grad`, clipped, until the next step.
+    shared: the ranks that train this model together; None: this process alone.
+    tell: a number that is added up over the ranks, at no further wait.
     ValueError where loss or gradient is not finite; the parameters are then untouched.
     """
+    shared = shared or SharedWeights(model, Mesh())
     optimizer.zero_grad(set_to_none=True)
     weight = objective.weight(samples)
     scale = loss_scale.value if loss_scale else 1.0
@@ -168,23 +178,21 @@ def training_step(
                 with record_function("backward"):
                     (torch.stack(waiting).sum() * (scale / weight)).backward()
                 waiting.clear()
-    assert len(seen) == samples, f"{len(seen)} samples came where {samples} were announced"
 
-    with record_function("optimizer"):
-        # Each parameter once, a shared one too.
-        parameters = [p for p in model.parameters() if p.grad is not None]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if scale != 1.0:
-            for gradient in gradients:
-                gradient.mul_(1 / scale)
-        norm = torch.nn.utils.get_total_norm(gradients)
+    with record_function("communication"):
+        shared.reduce()
+        others = torch.tensor([len(seen), tell], dtype=torch.float64, device=sums.device)
+        totals, norm = shared.total(torch.cat([sums / weight, others]))
         # The only wait for the device in a step.
-        *lead_losses, gradient_norm = torch.cat([sums / weight, norm.double().reshape(1)]).tolist()
+        *lead_losses, came, told, gradient_norm = torch.cat([totals, norm.reshape(1)]).tolist()
+    gradient_norm /= scale
+    assert came == samples * shared.sample_size, f"{came} samples came, not {samples}"
+    with record_function("optimizer"):
         loss = math.fsum(lead_losses)
-        result = StepResult(loss, tuple(lead_losses), gradient_norm, applied=True)
+        result = StepResult(loss, tuple(lead_losses), gradient_norm, True, told)
         if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
             if loss_scale and loss_scale.bad():
-                return StepResult(loss, tuple(lead_losses), gradient_norm, applied=False)
+                return replace(result, applied=False)
             times = ", ".join(str(time) for time in seen)
             raise ValueError(
                 f"step {step}: loss {loss:g}, gradient norm {gradient_norm:g} with samples that"
@@ -192,8 +200,10 @@ def training_step(
                 " dates with `graticule data check`; if they are sound, lower train.learning_rate"
                 " or train.clip_norm, or use train.precision=fp32"
             )
-        if clip_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+        # As torch clips. The loss scale is a power of two: dividing by it rounds nothing.
+        clip = min(clip_norm / (gradient_norm + 1e-6), 1.0) if clip_norm > 0 else 1.0
+        if clip != 1.0 or scale != 1.0:
+            shared.scale_(clip / scale)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.step()

@@ -1,6 +1,8 @@
 """What a configuration makes of a store: samples, model and objective, before any training."""
 
 import logging
+import math
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from graticule.assemble import build_model, shapes_of
+from graticule.assemble import Running, assemble, shapes_of
 from graticule.config import Config, fingerprint
 from graticule.data.loader import Loader, Order
 from graticule.data.normalise import Normaliser, normalised_statics
@@ -17,6 +19,8 @@ from graticule.data.samples import SampleSource
 from graticule.data.statistics import Statistics
 from graticule.data.store import Store
 from graticule.grid import Grid
+from graticule.mesh import SAMPLE, Dim, Mesh
+from graticule.parallel.exchange import Link
 from graticule.train.loss import LossWeights
 from graticule.train.step import Objective
 
@@ -26,12 +30,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Task:
-    """What a configuration makes of a store: samples, model and objective, before any state."""
+    """What a configuration makes of a store: samples, model and objective, before any state.
+
+    source, objective: of the part of the grid that is here (`running.stripes`).
+    """
 
     config: Config
     device: torch.device
     source: SampleSource
-    model: nn.Module
+    running: Running
     objective: Objective
     train_starts: np.ndarray
     validation_starts: np.ndarray | None
@@ -39,36 +46,54 @@ class Task:
     statistics: Statistics
 
     @classmethod
-    def of(cls, config: Config, device: torch.device) -> "Task":
-        settings = config.train
+    def of(cls, config: Config, device: torch.device, mesh: Mesh | None = None) -> "Task":
+        """mesh: none: of one process. Of several, all of them make this call together."""
+        settings, mesh = config.train, mesh or Mesh()
         if not config.data.store:
             raise ValueError("nothing to train on: set data.store=PATH, a store's folder")
         store = Store(config.data.store)
-        source = SampleSource(store, config.data)
+        whole = SampleSource(store, config.data)
         if settings.roll_longitude:
-            _require_rollable(source)
+            _require_rollable(whole, config.mesh.stripe_dim, mesh.sample_size)
         if config.model.boundary == "globe":
-            _require_closed(source)
-        train_starts = source.starts("train", settings.leads)
-        _log_holes(source, len(train_starts))
+            _require_closed(whole)
+        train_starts = whole.starts("train", settings.leads)
+        _log_holes(whole, len(train_starts))
         validation_starts = None
-        if source.ranges["validation"]:
-            validation_starts = source.starts("validation", settings.leads)
+        if whole.ranges["validation"]:
+            validation_starts = whole.starts("validation", settings.leads)
         elif settings.validate_every:
-            source.times("validation")  # raises: there is none
+            whole.times("validation")  # raises: there is none
         else:
             _log.info("no validation split: no validation loss")
         statistics = Statistics.load(store)
-        statistics.check_times(store, source.times("train"))
-        statics = source.channel_names["static"]
-        shapes = shapes_of(source)
+        statistics.check_times(store, whole.times("train"))
+        statics = whole.channel_names["static"]
+        shapes = shapes_of(whole)
+        running = assemble(config, shapes, mesh, device=device)
+        rows, columns = running.stripes.rows, running.stripes.columns
+        source = whole.part(rows, columns)
+        if settings.roll_longitude:
+            _require_no_land(source, running, device)
+
+        def normaliser(channels: Sequence[int]) -> Normaliser:
+            return Normaliser(store, channels, statistics, rows=rows, columns=columns).to(device)
+
         area = store.grid.cell_area if settings.area_weighted else None
         objective = Objective(
-            inputs=Normaliser(store, source.prognostic, statistics).to(device),
-            forcing=Normaliser(store, source.forcing, statistics).to(device),
-            labels=Normaliser(store, source.predicted, statistics).to(device),
-            statics=normalised_statics(store, statics, statistics).to(device),
-            weights=LossWeights.of(store.wet[source.predicted], area).to(device),
+            inputs=normaliser(source.prognostic),
+            forcing=normaliser(source.forcing),
+            labels=normaliser(source.predicted),
+            statics=normalised_statics(store, statics, statistics, rows=rows, columns=columns).to(
+                device
+            ),
+            weights=LossWeights.of(
+                store.wet_part(source.predicted, rows, columns),
+                None if area is None else area[rows, columns],
+                mean_area=None if area is None else float(area.mean()),
+                link=Link(mesh.group(*SAMPLE)),
+                device=device,
+            ),
             kind=settings.loss,
             leads=settings.leads,
             num_prognostic=shapes.num_prognostic,
@@ -81,7 +106,7 @@ class Task:
             config=config,
             device=device,
             source=source,
-            model=build_model(config, shapes, device=device),
+            running=running,
             objective=objective,
             train_starts=train_starts,
             validation_starts=validation_starts,
@@ -93,32 +118,56 @@ class Task:
             },
         )
 
+    @property
+    def model(self) -> nn.Module:
+        """Of the part of the grid that is here."""
+        return self.running.model
+
     def validation_loss(self) -> float:
-        """The objective over the validation samples that `trainer.train` describes."""
-        starts = self.validation_starts
+        """The objective over the validation samples that `trainer.train` describes, the same on
+        all ranks."""
+        starts, mesh = self.validation_starts, self.running.mesh
         assert starts is not None
         picked = np.unique(np.linspace(0, len(starts) - 1, VALIDATION_SAMPLES).round().astype(int))
-        loader = self.loader(Order(starts[picked], seed=None), range(len(picked)), rolled=False)
-        total = 0.0
+        ranks, settings = mesh.sizes["data"], self.config.train
+        own, share = picked[mesh.index("data") :: ranks], math.ceil(settings.batch / ranks)
+        steps = math.ceil(math.ceil(len(picked) / ranks) / share)
+        # All ranks call the model equally often. One that has run out of samples takes one that is
+        # not its own, alone in the last batch, and forgets it.
+        counted = math.ceil(len(own) / share)
+        own = np.concatenate([own, picked[: steps - counted]])
+        order = Order(starts[own], seed=None)
+        loader = self._loader(order, range(len(own)), batch=share, rank=0, ranks=1, roll_seed=None)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.model.eval()
         with torch.no_grad(), closing(iter(loader)) as batches:
-            for batch in batches:
-                total += sum(error.item() for error in self.objective.errors(self.model, batch))
+            for number, batch in enumerate(batches):
+                for error in self.objective.errors(self.model, batch):
+                    total += error * (number < counted)
         self.model.train()
-        return total / self.objective.weight(len(picked))
+        total = Link(mesh.group()).sum(total, "validation")
+        return total.item() / self.objective.weight(len(picked))
 
-    def loader(self, order: Order, numbers: range, *, rolled: bool) -> Loader:
-        settings = self.config.train
+    def loader(self, order: Order, numbers: range) -> Loader:
+        """Of training batches: this rank's share of each."""
+        settings, mesh = self.config.train, self.running.mesh
+        return self._loader(
+            order, numbers, batch=settings.batch, rank=mesh.index("data"),
+            ranks=mesh.sizes["data"],
+            roll_seed=settings.seed if settings.roll_longitude else None,
+        )  # fmt: skip
+
+    def _loader(self, order: Order, numbers: range, **shares: Any) -> Loader:
         return Loader(
             self.source,
             order,
             numbers,
-            batch=settings.batch,
-            leads=settings.leads,
-            roll_seed=settings.seed if rolled else None,
+            leads=self.config.train.leads,
             threads=self.config.data.read_threads,
             waves=self.config.data.read_waves,
+            reader=self.running.mesh.rank,
             device=self.device,
+            **shares,
         )
 
 
@@ -181,19 +230,30 @@ def _require_closed(source: SampleSource) -> None:
         )
 
 
-def _require_rollable(source: SampleSource) -> None:
+def _require_rollable(source: SampleSource, dim: Dim, ranks: int) -> None:
     """Turning a sample in longitude is a symmetry of the sphere, not of its continents."""
-    reason = ""
     if not source.store.grid.periodic:
         lon = source.store.grid.lon
-        reason = f"the grid does not close round the globe (lon {lon[0]} to {lon[-1]})"
-    elif source.statics:
+        raise _unrollable(f"the grid does not close round the globe (lon {lon[0]} to {lon[-1]})")
+    if source.statics:
         statics = ", ".join(source.channel_names["static"])
-        reason = f"the statics ({statics}) stay where they are"
-    else:
-        dry = ~source.store.wet[source.used].all((1, 2))
-        if dry.any():
-            name = source.store.channels.names[source.used[int(dry.argmax())]]
-            reason = f"{name} has land, which stays where it is"
-    if reason:
-        raise ValueError(f"train.roll_longitude=true is not right here: {reason}; set it to false")
+        raise _unrollable(f"the statics ({statics}) stay where they are")
+    if dim == "lon" and ranks > 1:
+        raise _unrollable(
+            f"mesh.stripe_dim=lon cuts each circle of latitude among {ranks} ranks"
+            " (mesh.stripe_dim=lat cuts none)"
+        )
+
+
+def _require_no_land(source: SampleSource, running: Running, device: torch.device) -> None:
+    """source: of the part of the grid that is here; all ranks of a sample look together."""
+    wet = source.store.wet_part(source.used, running.stripes.rows, running.stripes.columns)
+    link = Link(running.mesh.group(*SAMPLE))
+    dry = link.sum(torch.from_numpy((~wet).sum((1, 2))).to(device), "land")
+    if dry.any():
+        name = source.store.channels.names[source.used[int(dry.argmax())]]
+        raise _unrollable(f"{name} has land, which stays where it is")
+
+
+def _unrollable(reason: str) -> ValueError:
+    return ValueError(f"train.roll_longitude=true is not right here: {reason}; set it to false")

@@ -1,4 +1,4 @@
-"""`python -m graticule.cli`."""
+"""`python -m graticule`, and `torchrun --nproc-per-node 4 -m graticule train ...`."""
 
 import sys
 

@@ -1,0 +1,81 @@
+"""Memory and first values for a model that was built on `meta`, cut or not.
+
+A rank draws one whole layer at a time, on the CPU, and keeps its part of it. (torch's truncated
+normal draws and rejects, for which it takes three times the layer's memory.)
+"""
+
+import torch
+from torch import Tensor, nn
+
+from graticule.keyed import keyed_seed
+from graticule.model.layers import Layer
+from graticule.parallel.data import local
+
+
+def materialise(model: nn.Module, seed: int, device: str | torch.device) -> None:
+    """Give a model on `meta` memory on `device`, and its initial values."""
+    allocate(model, device)
+    draw_weights(model, seed)
+
+
+def allocate(model: nn.Module, device: str | torch.device) -> None:
+    """Give the parameters of a model on `meta` memory on `device`, without values.
+
+    Buffers are indices and masks, which no checkpoint holds: they keep their values and move.
+    """
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    lost = [name for name, value in buffers.items() if value.is_meta]
+    assert not lost, f"built on meta without values: {lost}"
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model.to_empty(device=device)
+    for name, value in buffers.items():
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, value.to(device))
+
+
+@torch.no_grad()
+def draw_weights(model: nn.Module, seed: int) -> None:
+    """Give every layer its initial values, by the key (seed, layer name).
+
+    Drawn whole, in the type of the parameters, on the CPU: the same bits on every device and in
+    every layout.
+    """
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Layer):
+            continue
+        key = int.from_bytes(name.encode(), "little")
+        generator = torch.Generator().manual_seed(keyed_seed(seed, "weights", key))
+        ours = dict(layer.named_parameters(recurse=False))
+        whole = {
+            leaf: nn.Parameter(
+                torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu"),
+                requires_grad=False,
+            )
+            for leaf, parameter in ours.items()
+        }
+        try:
+            _put(layer, whole)
+            layer.reset(generator)
+        finally:
+            _put(layer, ours)
+        for leaf, parameter in ours.items():
+            local(parameter).copy_(whole[leaf][part_of(parameter)])
+
+
+def part_of(parameter: Tensor) -> tuple[slice, ...]:
+    """Which part of a parameter's logical tensor this rank holds."""
+    if not hasattr(parameter, "device_mesh"):
+        return (slice(None),) * parameter.dim()
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    assert isinstance(parameter, DTensor)
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def _put(layer: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+    for leaf, parameter in parameters.items():
+        setattr(layer, leaf, parameter)
