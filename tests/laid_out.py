@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from graticule.parallel.data import local
 from graticule.parallel.local import LocalRanks
-from graticule.train import checkpoint, parts
+from graticule.train import checkpoint
 
 SHAPES = {
     "column.weight": (8, 3), "column.bias": (8,), "row.weight": (5, 8), "row.bias": (5,),
@@ -113,12 +114,12 @@ def wrong_in(path: Path, layout: str) -> list[str]:
     wrong = []
     for group, named in in_layout(layout).items():
         into = {name: torch.zeros_like(value) for name, value in named.items()}
-        memory = {name: parts.local_part(value).data_ptr() for name, value in into.items()}
+        memory = {name: local(value).detach().data_ptr() for name, value in into.items()}
         assert checkpoint.saved_names(path, group).keys() == named.keys()
         checkpoint.load_tensors(path, group, into)
         for name, value in named.items():
-            local = parts.local_part(into[name])
-            if not torch.equal(local, parts.local_part(value)) or memory[name] != local.data_ptr():
+            here = local(into[name]).detach()
+            if not torch.equal(here, local(value)) or memory[name] != here.data_ptr():
                 wrong.append(name)
     return wrong
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from graticule.parallel.data import local
 from graticule.parallel.local import LocalRanks, RankError
-from graticule.train import checkpoint, parts, seal
+from graticule.train import checkpoint, seal
 from graticule.train import tensors as storage
 from laid_out import in_layout, mesh_of, pools_of_ranks, save_in, shard, wrong_in
 
@@ -32,7 +33,7 @@ def refusal(function: Any, *arguments: Any) -> str:
 def load_refused(path: Path, layout: str) -> tuple[str, bool]:
     into = {n: torch.zeros_like(v) for n, v in in_layout(layout)["model"].items()}
     text = refusal(checkpoint.load_tensors, path, "model", into)
-    return text, not any(parts.local_part(value).any() for value in into.values())
+    return text, not any(local(value).detach().any() for value in into.values())
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
@@ -197,7 +198,7 @@ def train_meanwhile(run: Path, layout: str) -> tuple[list[bool], list[str]]:
         for step in range(6):
             for named in tensors.values():
                 for value in named.values():
-                    parts.local_part(value).fill_(-1)
+                    local(value).detach().fill_(-1)
             total = torch.tensor(float(dist.get_rank() + step))
             if step == 3 and dist.get_rank() == 1:
                 go_on.set()  # the others' threads wait for theirs

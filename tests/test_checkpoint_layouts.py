@@ -25,6 +25,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from graticule.parallel import box
+from graticule.parallel.data import local
 from graticule.parallel.local import LocalRanks
 from graticule.train import checkpoint, parts
 from graticule.train import tensors as storage
@@ -127,7 +129,7 @@ def mixed_up(run: Path, chosen: list[Spec]) -> list[Spec]:
         into[f"{number}"] = torch.full_like(expected[f"{number}"], -1)
     path = checkpoint.save(run, 1, {"model": saved}, {}, keep=1)
     checkpoint.load_tensors(path, "model", into)
-    locals_ = {n: (parts.local_part(into[n]), parts.local_part(expected[n])) for n in into}
+    locals_ = {n: (local(into[n]).detach(), local(expected[n]).detach()) for n in into}
     return [chosen[int(n)] for n, (a, b) in locals_.items() if not torch.equal(a, b)]
 
 
@@ -157,7 +159,7 @@ def read_by_torch(path: Path) -> list[str]:
         dcp_load(dict(into), storage_reader=reader, no_dist=True)
     return [
         name for name in wanted
-        if not torch.equal(parts.local_part(into[name]), parts.local_part(wanted[name]))
+        if not torch.equal(local(into[name]).detach(), local(wanted[name]).detach())
     ]  # fmt: skip
 
 
@@ -177,8 +179,8 @@ def test_uneven_parts_that_fsdp_and_torch_cut_otherwise_are_fsdps() -> None:
         for tensor in range(2):
             size = [(2, 2, 0), (1, 1, 1)][tensor][weights]
             mesh = Mesh((3, 2), (weights, tensor))
-            box = parts._box_on(mesh, placements, (7, 2), (size, 2))
-            rows[weights, tensor] = list(range(box.starts[0], box.starts[0] + box.sizes[0]))
+            held = box._box_on(mesh, placements, (7, 2), (size, 2))
+            rows[weights, tensor] = list(range(held.starts[0], held.starts[0] + held.sizes[0]))
     assert rows == {
         (0, 0): [0, 1], (1, 0): [2, 3], (2, 0): [], (0, 1): [4], (1, 1): [5], (2, 1): [6],
     }  # fmt: skip

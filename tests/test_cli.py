@@ -185,7 +185,7 @@ def test_examples_of_info_run_as_they_stand(capsys: pytest.CaptureFixture[str]) 
         (["evaluate", "none.zarr"], "none.zarr: no forecast there"),
         (
             ["bench", "stp"],
-            "no bench 'stp'; there are loader, overhead, skill, step, store, windows",
+            "no bench 'stp'; there are consistency, loader, overhead, skill, step, store, windows",
         ),
         (["demo", "--set", "train.stepz=2"], "did you mean train.steps?"),
     ],

@@ -10,10 +10,11 @@ from graticule.config import MeshConfig, TrainConfig
 from graticule.mesh import Mesh
 from graticule.model.layers import Layer, Linear
 from graticule.parallel import data
+from graticule.parallel.box import box_of
 from graticule.parallel.data import SharedWeights, local, shard_weights
 from graticule.parallel.exchange import Link
 from graticule.parallel.local import LocalRanks
-from graticule.parallel.materialise import allocate, draw_weights, materialise, part_of
+from graticule.parallel.materialise import allocate, draw_weights, materialise
 from graticule.parallel.tensor import _split
 from graticule.train.optimizer import (
     Average,
@@ -171,7 +172,7 @@ def _norm(sizes: dict, settings: dict, spoiled: int = -1) -> tuple:
     for name, full in (("gain", [3.0]), ("split", [4.0, 0.0])):
         parameter = getattr(model, name)
         parameter.grad = torch.zeros_like(parameter)
-        local(parameter.grad).copy_(torch.tensor(full)[part_of(parameter)])
+        local(parameter.grad).copy_(torch.tensor(full)[box_of(parameter).slices])
     if mesh.rank == spoiled:
         for parameter in model.parameters():
             local(parameter.grad).fill_(torch.nan)

@@ -34,16 +34,19 @@ from graticule.tasks import (
 )
 from graticule.train import checkpoint
 from graticule.train.progress import read_metrics
+from graticule.verify import Replay, replay
 
 MAIN, PRETRAINED, SAME_COMPUTE = "finetune", "pretrain", "same-compute"
+STRIPES = "window=2"
+"""The layout on which pretraining's first steps are taken again."""
 RUNS = {
     PRETRAINED: "training one step ahead",
     MAIN: "training on over several leads, from the pretrained weights",
     SAME_COMPUTE: "training on one step ahead, for the same compute (begun beside the other)",
 }
 EXPECTED_SECONDS = {
-    "planet": 50, PRETRAINED: 200, MAIN: 100, SAME_COMPUTE: 10, "forecast": 15, "scores": 10,
-    "report": 10,
+    "planet": 50, PRETRAINED: 200, MAIN: 100, SAME_COMPUTE: 10, "stripes": 15, "forecast": 15,
+    "scores": 10, "report": 10,
 }  # fmt: skip
 """Of each stage on two cores of 2026, for the line that says how long it will take. The twin is
 trained beside the main run."""
@@ -133,6 +136,12 @@ def _run(
     with _twin(configs[SAME_COMPUTE], out / SAME_COMPUTE, there[SAME_COMPUTE]) as twin:
         stage(MAIN, RUNS[MAIN], lambda: made_run(MAIN))
         stage(SAME_COMPUTE, RUNS[SAME_COMPUTE], twin)
+
+    def replayed() -> Replay:
+        return replay(configs[PRETRAINED], read_metrics(out / PRETRAINED), STRIPES)
+
+    stripes = stage("stripes", "the first steps again on two processes, half the field each",
+                    replayed)  # fmt: skip
     speed = stage("forecast", "ten leads of six hours from the test run", made_forecasts)
     scores = stage("scores", "against truth, persistence and climatology", made_scores)
     main = scores[MAIN]
@@ -154,6 +163,12 @@ def _run(
         "rmse_same_compute": scores[SAME_COMPUTE].normalised().tolist(),
         "rmse_persistence": main.normalised("persistence").tolist(),
         "rmse_climatology": main.normalised("climatology").tolist(),
+        "stripes": {
+            "layout": stripes.layout,
+            "steps": stripes.steps,
+            "agreement": stripes.agreement,
+            "holds": stripes.holds,
+        },
         "seconds": seconds,
         "simulated_years_per_day": (speed or earlier)["simulated_years_per_day"],
         "store": str(data),
@@ -253,6 +268,12 @@ def _text(summary: dict[str, Any], scores: Scores) -> str:
     lines.append(
         f"RMSE at {hours:g} h: "
         + ", ".join(f"{_beside(against(name)[-1])} {words}" for name, words in than)
+    )
+    stripes = summary["stripes"]
+    lines.append(
+        f"the first {stripes['steps']} steps on two stripes of the field: losses agree with one"
+        f" process's to {stripes['agreement']:.1e}"
+        + ("" if stripes["holds"] else ", MORE THAN ROUNDING (graticule verify tells more)")
     )
     spent = "  ".join(f"{name} {value:.0f} s" for name, value in summary["seconds"].items())
     lines.append(f"report {summary['report']}, summary beside it; {spent}")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from graticule.bench import loader, overhead, skill, step, store, windows
+from graticule.bench import consistency, loader, overhead, skill, step, store, windows
 from graticule.bench.environment import environment
 from graticule.bench.rows import Row, Setting
 
@@ -20,6 +20,7 @@ class Bench:
 
 
 BENCHES = {
+    "consistency": Bench(consistency.TITLE, consistency.rows),
     "loader": Bench(loader.TITLE, loader.rows),
     "overhead": Bench(overhead.TITLE, overhead.rows),
     "skill": Bench(skill.TITLE, skill.rows),

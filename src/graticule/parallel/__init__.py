@@ -1,6 +1,11 @@
 """Layouts: what is put in the place of a model's modules so that several ranks compute it.
 
-`exchange` moves numbers between ranks, `local` starts ranks on this machine; the rest says what
-is moved: `space` (stripes and halos), `routes` (windows), `tensor` (weights of attention and MLP)
-and `data` (sharded or replicated weights, gradients, their norm).
+processes    `launch` (how they were started, how they meet), `watch` (they end together), `talk`
+             (plain values), `together` (errors and sums of all), `local` (ranks on this machine)
+numbers      `exchange`: the one way in which tensors go from rank to rank
+stripes      `space` (what is substituted), `halo` (borrowed rows), `norms` (of the whole field)
+windows      `layouts` (who holds which token, in arrays), `routes` (tokens on their way),
+             `sequence` (tokens for heads)
+weights      `tensor` (cut ones), `data` (sharded or replicated ones, gradients, their norm),
+             `materialise` (memory and first values)
 """

@@ -5,10 +5,11 @@ normal draws and rejects, for which it takes three times the layer's memory.)
 """
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from graticule.keyed import keyed_seed
 from graticule.model.layers import Layer
+from graticule.parallel.box import box_of
 from graticule.parallel.data import local
 
 
@@ -59,21 +60,9 @@ def draw_weights(model: nn.Module, seed: int) -> None:
         finally:
             _put(layer, ours)
         for leaf, parameter in ours.items():
-            local(parameter).copy_(whole[leaf][part_of(parameter)])
-
-
-def part_of(parameter: Tensor) -> tuple[slice, ...]:
-    """Which part of a parameter's logical tensor this rank holds."""
-    if not hasattr(parameter, "device_mesh"):
-        return (slice(None),) * parameter.dim()
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    assert isinstance(parameter, DTensor)
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+            box = box_of(parameter)
+            assert box is not None, "every rank is in the mesh of its parameters"
+            local(parameter).copy_(whole[leaf][box.slices])
 
 
 def _put(layer: nn.Module, parameters: dict[str, nn.Parameter]) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graticule.parallel.box import box_of
 from graticule.parallel.talk import Talk, everyone
 from graticule.train import parts, seal
 from graticule.train import tensors as storage
@@ -265,7 +266,7 @@ def load_tensors(checkpoint: Path, group: str, into: Mapping[str, Tensor]) -> No
     error: Exception | None = None
     try:
         _require_fit(checkpoint / group, files, into)
-        boxes = {name: parts.box_of(value) for name, value in into.items()}
+        boxes = {name: box_of(value) for name, value in into.items()}
     except ValueError as caught:
         error = caught
     _raise_together(error, talk)

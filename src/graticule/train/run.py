@@ -13,7 +13,10 @@ from typing import Any
 
 from torch import nn
 
+from graticule.config import Config
 from graticule.data.loader import Batch, Loader, Order
+from graticule.mesh import Mesh
+from graticule.parallel.launch import mesh_of, processes
 from graticule.train import checkpoint
 from graticule.train.folder import versions
 from graticule.train.optimizer import (
@@ -197,3 +200,10 @@ class Run:
         if scale is not None:
             line |= {"loss_scale": scale, "skipped": not result.applied}
         return line, result.told
+
+
+def rehearsed(config: Config, steps: int) -> list[dict[str, Any]]:
+    """The metrics of a run's first steps on its mesh, taken in memory by all ranks together."""
+    with processes("cpu") as here:
+        mesh = Mesh(mesh_of(config.mesh, here.size))
+        return Run(Task.of(config, here.device, mesh), None).rehearse(steps)

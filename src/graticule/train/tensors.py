@@ -24,10 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graticule.parallel.box import Box
+from graticule.parallel.data import local
 from graticule.parallel.exchange import Link
 from graticule.parallel.talk import Talk
 from graticule.train import seal
-from graticule.train.parts import DTYPES, Box, Entry, Key, local_part
+from graticule.train.parts import DTYPES, Entry, Key
 
 INDEX = "model.safetensors.index.json"
 _ROUND_BYTES = 2**26
@@ -137,7 +139,7 @@ def read(
                     continue
                 slices = box.slices
                 part = file.get_slice(name)[slices] if slices else file.get_tensor(name)
-                local_part(into[name]).copy_(part)
+                local(into[name]).detach().copy_(part)
 
 
 class _File:

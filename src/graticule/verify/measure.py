@@ -1,172 +1,29 @@
-"""`graticule verify`: whether a recipe's model gives the same numbers on every layout.
+"""What one layout computes of a recipe's model on made-up fields, put together for comparison."""
 
-Each layout runs in float64 on processes of this machine, which share made-up fields as they would
-share real ones, and is compared with one process: predictions, the gradient of the inputs, the
-gradients of the weights, their norm, and the weights after three steps of SGD. The difference of
-a from b is max|a - b| / max(max|b|, floor); the floor is a thousandth of the largest gradient,
-since some true gradients are zero (that of a key's bias), and only for gradients.
-"""
-
-import re
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from graticule.assemble import Running, Shapes, assemble, shapes_of_config
-from graticule.config import Config, override
+from graticule.assemble import Running, Shapes, assemble
+from graticule.config import Config
 from graticule.forecast.rollout import rollout
 from graticule.keyed import keyed
-from graticule.mesh import AXES, Mesh, Stripes
-from graticule.parallel.launch import laid_out, mesh_of, ranks_of
-from graticule.parallel.local import LocalRanks, RankError
+from graticule.mesh import Mesh, Stripes
+from graticule.parallel.box import box_of
+from graticule.parallel.data import local
+from graticule.parallel.launch import mesh_of, ranks_of
 from graticule.train.loss import LossWeights
 from graticule.train.step import Objective, training_step
 
-LAYOUTS = (
-    "data=2", "window=2", "window=3", "window=4", "window=2,stripe_dim=lon", "sequence=2",
-    "tensor=2", "window=2,sequence=2", "window=2,tensor=2", "sequence=2,tensor=2",
-    "window=4,fixed_windows=2x2", "window=2,weights=sharded", "window=2,tensor=2,weights=sharded",
-    "data=2,window=2,weights=sharded,shard_unit=model",
-)  # fmt: skip
-"""What is verified when nothing else is asked for: four processes at most."""
-TOLERANCE = 1e-12
 STEPS, BATCH = 3, 2
 QUANTITIES = ("output", "input_gradient", "weight_gradients", "gradient_norm", "parameters")
 _LEARNING_RATE = 0.05
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """One layout against one process. differences: by quantity. bytes_sent: by all ranks in one
-    step (forward and backward), by what they were for. refused: why the model cannot be laid out
-    so; it is then not compared."""
-
-    layout: str
-    ranks: int
-    differences: dict[str, float]
-    bytes_sent: dict[str, int]
-    refused: str = ""
-
-    @property
-    def passed(self) -> bool:
-        return not self.refused and all(
-            difference <= TOLERANCE for difference in self.differences.values()
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "layout": self.layout,
-            "ranks": self.ranks,
-            "passed": self.passed,
-            "refused": self.refused,
-            "differences": self.differences,
-            "bytes_sent": self.bytes_sent,
-        }
-
-
-def verify(
-    config: Config,
-    layouts: Sequence[str] = (),
-    *,
-    full: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-) -> tuple[str, list[Verdict]]:
-    """Compare the layouts (`window=2,sequence=2`: keys of the mesh section) with one process.
-
-    full: at the recipe's own size; else `reduced`. Returns what ran, in a line, and a
-    verdict for each layout. ValueError for a layout that is no layout.
-    """
-    shapes = shapes_of_config(config)
-    if not full:
-        config, shapes = reduced(config, shapes)
-    config = override(config, [f"mesh.{axis}=1" for axis in AXES])
-    named = {layout: laid_out(config, layout) for layout in layouts or LAYOUTS}
-    with LocalRanks(1) as one:
-        serial = Results.joined(one.run(measure, config, shapes), shapes)
-    verdicts = []
-    pools: dict[int, LocalRanks] = {}
-    try:
-        for number, (layout, there) in enumerate(named.items(), start=1):
-            ranks = ranks_of(there)
-            pool = pools.setdefault(ranks, LocalRanks(ranks, timeout_seconds=180))
-            try:
-                results = Results.joined(pool.run(measure, there, shapes), shapes)
-                verdicts.append(
-                    Verdict(
-                        layout=layout,
-                        ranks=ranks,
-                        differences=results.differences(serial),
-                        bytes_sent=dict(results.sent),
-                    )
-                )
-            except RankError as error:
-                refusal = re.search(r"^ValueError: (.*)\Z", str(error), re.DOTALL | re.MULTILINE)
-                if refusal is None:
-                    raise
-                verdicts.append(
-                    Verdict(
-                        layout=layout, ranks=ranks, differences={}, bytes_sent={},
-                        refused=refusal[1].strip(),
-                    )
-                )  # fmt: skip
-            if progress:
-                progress(number, len(named))
-    finally:
-        for pool in pools.values():
-            pool.close()
-    return size_of(config, shapes), verdicts
-
-
-def reduced(config: Config, shapes: Shapes) -> tuple[Config, Shapes]:
-    """A model of the same kind that two cores compute in a second.
-
-    At most 8 heads of 8 features, 4 blocks, windows of 8 x 8 tokens, 4 channels of each role, 2
-    leads, and 3 x 4 windows less a row and a half of patches: what the grid does not fill is
-    padded, as in the recipe. Patch, stride, boundary and sides of the loss stay.
-    """
-    model = config.model
-    heads = min(model.heads, 8)
-    width = min(model.width, 8 * heads)
-    window = (min(model.window_shape[0], 8), min(model.window_shape[1], 8))
-    unit = model.patch * model.sampling
-    rows = min(shapes.grid[0], 3 * unit * window[0] - unit - model.patch // 2)
-    columns = 4 * unit * window[1]
-    if model.boundary == "paper":
-        columns -= unit + model.patch // 2
-    columns = min(shapes.grid[1], columns)
-    groups = max(g for g in range(1, model.norm_groups + 1) if width % g == 0)
-    small = replace(
-        model, heads=heads, width=width, depth=min(model.depth, 4), window=window,
-        norm_groups=groups, padded_shape=None,
-    )  # fmt: skip
-    train = replace(config.train, leads=min(config.train.leads, 2), batch=BATCH, accumulation=1)
-    fewer = {
-        name: min(getattr(shapes, name), 4)
-        for name in ("num_prognostic", "num_predicted", "num_forcing", "num_static")
-    }
-    fewer["num_predicted"] = fewer["num_prognostic"] + min(
-        shapes.num_predicted - shapes.num_prognostic, 2
-    )
-    return (
-        replace(config, model=small, train=train),
-        replace(shapes, grid=(rows, columns), **fewer),
-    )
-
-
-def size_of(config: Config, shapes: Shapes) -> str:
-    """What ran, in a line."""
-    model, train = config.model, config.train
-    return (
-        f"{shapes.grid[0]} x {shapes.grid[1]} points ({model.boundary}), {shapes.in_channels}"
-        f" channels in, {shapes.out_channels} out, patch {model.patch}, stride {model.sampling},"
-        f" width {model.width}, {model.depth} blocks, {model.heads} heads, windows"
-        f" {model.window_shape[0]} x {model.window_shape[1]}, {train.leads} leads, batch {BATCH}"
-    )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -178,11 +35,46 @@ class Part:
     columns: slice
     output: np.ndarray
     input_gradient: np.ndarray
-    weight_gradients: dict[str, np.ndarray]
-    parameters: dict[str, np.ndarray]
+    weight_gradients: "_Held"
+    parameters: "_Held"
     gradient_norm: float
     losses: tuple[float, ...]
     sent: Counter[str]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Held:
+    """What a rank holds of named tensors. parts: where in the whole, and the numbers; of what all
+    ranks hold alike only rank 0's. digest: of the bits of those, the same on all ranks."""
+
+    shapes: dict[str, tuple[int, ...]]
+    parts: dict[str, tuple[tuple[slice, ...], np.ndarray]]
+    digest: str
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], rank: int) -> "_Held":
+        shapes, parts, alike = {}, {}, hashlib.sha256()
+        for name, tensor in tensors.items():
+            ours = local(tensor).detach().numpy()
+            shapes[name] = tuple(tensor.shape)
+            if not hasattr(tensor, "device_mesh"):
+                alike.update(ours.tobytes())
+            if rank == 0 or hasattr(tensor, "device_mesh"):
+                box = box_of(tensor)
+                assert box is not None, name
+                parts[name] = box.slices, ours.copy()
+        return cls(shapes=shapes, parts=parts, digest=alike.hexdigest())
+
+    @staticmethod
+    def joined(held: Sequence["_Held"]) -> dict[str, np.ndarray]:
+        """The whole tensors. Where ranks that should hold the same do not, they are NaN."""
+        same = len({one.digest for one in held}) == 1
+        # NaN where no rank says anything, too.
+        whole = {name: np.full(shape, np.nan) for name, shape in held[0].shapes.items()}
+        for one in held if same else ():
+            for name, (place, numbers) in one.parts.items():
+                whole[name][place] = numbers
+        return whole
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -211,8 +103,8 @@ class Results:
             assert part.gradient_norm == first.gradient_norm, "ranks disagree on the norm"
         return cls(
             **fields,
-            weight_gradients=first.weight_gradients,
-            parameters=first.parameters,
+            weight_gradients=_Held.joined([part.weight_gradients for part in parts]),
+            parameters=_Held.joined([part.parameters for part in parts]),
             gradient_norm=first.gradient_norm,
             sent=sum((part.sent for part in parts), Counter()),
         )
@@ -292,9 +184,9 @@ def measure(
     first = step(0.0, asked)
     sent = running.sent - before
     assert asked.inputs.grad is not None
-    gradients = {
-        name: _whole(parameter.grad) for name, parameter in running.model.named_parameters()
-    }
+    parameters = dict(running.model.named_parameters())
+    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    weight_gradients = _Held.of(gradients, mesh.rank)
     losses = [step(_LEARNING_RATE, batch()).loss for _ in range(steps)]
     return Part(
         samples=samples,
@@ -302,8 +194,8 @@ def measure(
         columns=stripes.columns,
         output=output.numpy(),
         input_gradient=asked.inputs.grad.numpy(),
-        weight_gradients=gradients,
-        parameters={name: _whole(value) for name, value in running.model.state_dict().items()},
+        weight_gradients=weight_gradients,
+        parameters=_Held.of(dict(running.model.named_parameters()), mesh.rank),
         gradient_norm=first.gradient_norm,
         losses=tuple(losses),
         sent=sent,
@@ -383,10 +275,3 @@ def _by_mesh(model: nn.Module) -> list[list[nn.Parameter]]:
     for parameter in model.parameters():
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     return list(groups.values())
-
-
-def _whole(tensor: Tensor | None) -> np.ndarray:
-    """All of a parameter, whatever part of it is here."""
-    assert tensor is not None
-    full = getattr(tensor, "full_tensor", None)
-    return (tensor if full is None else full()).detach().numpy().copy()

@@ -1,0 +1,184 @@
+"""A recipe's model on several layouts against one process; a run's steps on another layout."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from graticule.assemble import Shapes, shapes_of_config
+from graticule.config import Config, override
+from graticule.mesh import AXES
+from graticule.parallel.launch import laid_out, ranks_of
+from graticule.parallel.local import LocalRanks, RankError
+from graticule.train.run import rehearsed
+from graticule.verify.measure import BATCH, Results, measure
+
+LAYOUTS = (
+    "data=2", "window=2", "window=3", "window=4", "window=2,stripe_dim=lon", "sequence=2",
+    "tensor=2", "window=2,sequence=2", "window=2,tensor=2", "sequence=2,tensor=2",
+    "window=4,fixed_windows=2x2", "window=2,weights=sharded", "window=2,tensor=2,weights=sharded",
+    "data=2,window=2,weights=sharded,shard_unit=model",
+)  # fmt: skip
+"""What is verified when nothing else is asked for: four processes at most."""
+TOLERANCE = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One layout against one process. differences: by quantity. bytes_sent: by all ranks in one
+    step (forward and backward), by what they were for. refused: why the model cannot be laid out
+    so; it is then not compared."""
+
+    layout: str
+    ranks: int
+    differences: dict[str, float]
+    bytes_sent: dict[str, int]
+    refused: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.refused and all(
+            difference <= TOLERANCE for difference in self.differences.values()
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "layout": self.layout,
+            "ranks": self.ranks,
+            "passed": self.passed,
+            "refused": self.refused,
+            "differences": self.differences,
+            "bytes_sent": self.bytes_sent,
+        }
+
+
+def verify(
+    config: Config,
+    layouts: Sequence[str] = (),
+    *,
+    full: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[str, list[Verdict]]:
+    """Compare the layouts (`window=2,sequence=2`: keys of the mesh section) with one process.
+
+    full: at the recipe's own size; else `reduced`. Returns what ran, in a line, and a
+    verdict for each layout. ValueError for a layout that is no layout.
+    """
+    shapes = shapes_of_config(config)
+    if not full:
+        config, shapes = reduced(config, shapes)
+    config = override(config, [f"mesh.{axis}=1" for axis in AXES])
+    named = {layout: laid_out(config, layout) for layout in layouts or LAYOUTS}
+    with LocalRanks(1) as one:
+        serial = Results.joined(one.run(measure, config, shapes), shapes)
+    verdicts = []
+    pools: dict[int, LocalRanks] = {}
+    try:
+        for number, (layout, there) in enumerate(named.items(), start=1):
+            ranks = ranks_of(there)
+            pool = pools.setdefault(ranks, LocalRanks(ranks, timeout_seconds=180))
+            try:
+                results = Results.joined(pool.run(measure, there, shapes), shapes)
+                verdicts.append(
+                    Verdict(
+                        layout=layout,
+                        ranks=ranks,
+                        differences=results.differences(serial),
+                        bytes_sent=dict(results.sent),
+                    )
+                )
+            except RankError as error:
+                refusal = re.search(r"^ValueError: (.*)\Z", str(error), re.DOTALL | re.MULTILINE)
+                if refusal is None:
+                    raise
+                verdicts.append(
+                    Verdict(
+                        layout=layout, ranks=ranks, differences={}, bytes_sent={},
+                        refused=refusal[1].strip(),
+                    )
+                )  # fmt: skip
+            if progress:
+                progress(number, len(named))
+    finally:
+        for pool in pools.values():
+            pool.close()
+    return size_of(config, shapes), verdicts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """The first steps of a run, taken again on another layout.
+
+    agreement: the largest relative difference of a step's loss from the one that was recorded.
+    """
+
+    layout: str
+    steps: int
+    agreement: float
+    tolerance: float = 1e-5
+
+    @property
+    def holds(self) -> bool:
+        return self.agreement <= self.tolerance
+
+
+def replay(
+    config: Config, recorded: Sequence[dict[str, Any]], layout: str, *, steps: int = 20
+) -> Replay:
+    """Take the first steps of a run on local processes, in its own precision and with its data.
+
+    recorded: the lines of its metrics, from step 1 on.
+    """
+    before = [line["loss"] for line in recorded[:steps]]
+    there = laid_out(config, layout)
+    with LocalRanks(ranks_of(there), timeout_seconds=600) as ranks:
+        lines = ranks.run(rehearsed, there, len(before))[0]
+    worst = max(abs(line["loss"] / loss - 1) for line, loss in zip(lines, before, strict=True))
+    return Replay(layout=layout, steps=len(before), agreement=worst)
+
+
+def reduced(config: Config, shapes: Shapes) -> tuple[Config, Shapes]:
+    """A model of the same kind that two cores compute in a second.
+
+    At most 8 heads of 8 features, 4 blocks, windows of 8 x 8 tokens, 4 channels of each role, 2
+    leads, and 3 x 4 windows less a row and a half of patches: what the grid does not fill is
+    padded, as in the recipe. Patch, stride, boundary and sides of the loss stay.
+    """
+    model = config.model
+    heads = min(model.heads, 8)
+    width = min(model.width, 8 * heads)
+    window = (min(model.window_shape[0], 8), min(model.window_shape[1], 8))
+    unit = model.patch * model.sampling
+    rows = min(shapes.grid[0], 3 * unit * window[0] - unit - model.patch // 2)
+    columns = 4 * unit * window[1]
+    if model.boundary == "paper":
+        columns -= unit + model.patch // 2
+    columns = min(shapes.grid[1], columns)
+    groups = max(g for g in range(1, model.norm_groups + 1) if width % g == 0)
+    small = replace(
+        model, heads=heads, width=width, depth=min(model.depth, 4), window=window,
+        norm_groups=groups, padded_shape=None,
+    )  # fmt: skip
+    train = replace(config.train, leads=min(config.train.leads, 2), batch=BATCH, accumulation=1)
+    fewer = {
+        name: min(getattr(shapes, name), 4)
+        for name in ("num_prognostic", "num_predicted", "num_forcing", "num_static")
+    }
+    fewer["num_predicted"] = fewer["num_prognostic"] + min(
+        shapes.num_predicted - shapes.num_prognostic, 2
+    )
+    return (
+        replace(config, model=small, train=train),
+        replace(shapes, grid=(rows, columns), **fewer),
+    )
+
+
+def size_of(config: Config, shapes: Shapes) -> str:
+    """What ran, in a line."""
+    model, train = config.model, config.train
+    return (
+        f"{shapes.grid[0]} x {shapes.grid[1]} points ({model.boundary}), {shapes.in_channels}"
+        f" channels in, {shapes.out_channels} out, patch {model.patch}, stride {model.sampling},"
+        f" width {model.width}, {model.depth} blocks, {model.heads} heads, windows"
+        f" {model.window_shape[0]} x {model.window_shape[1]}, {train.leads} leads, batch {BATCH}"
+    )
