@@ -6,6 +6,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from graticule.parallel.local import LocalRanks
+from pools import Pools
+
 # Tests fork, and compare bit by bit with what a child computes: threads of a threaded parent hang
 # in its children, and another number of threads adds in another order.
 torch.set_num_threads(1)
@@ -20,3 +23,26 @@ def logging_as_before() -> Iterator[None]:
     root.handlers[:] = handlers
     root.setLevel(levels[0])
     own.setLevel(levels[1])
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    """Of as many ranks as a test asks for; what fails in one starts it anew."""
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def two(pools: Pools) -> LocalRanks:
+    return pools[2]
+
+
+@pytest.fixture
+def three(pools: Pools) -> LocalRanks:
+    return pools[3]
+
+
+@pytest.fixture
+def four(pools: Pools) -> LocalRanks:
+    return pools[4]

@@ -1,12 +1,10 @@
 """One set of tensors in many layouts, for tests of what saves and loads them."""
 
 import math
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch._dynamo  # DTensors import it: before ranks are forked it is once, and not in each
 from torch import Tensor
@@ -15,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from graticule.parallel.data import local
-from graticule.parallel.local import LocalRanks
 from graticule.train import checkpoint
+from pools import Pools
 
 SHAPES = {
     "column.weight": (8, 3), "column.bias": (8,), "row.weight": (5, 8), "row.bias": (5,),
@@ -26,14 +24,6 @@ BOTH = (_StridedShard(0, split_factor=2), Shard(0))
 COLUMN, ROW = ("column.weight", "column.bias"), ("row.weight",)
 LAYOUTS = {"serial": 1, "fsdp 2": 2, "fsdp 3": 3, "fsdp 4": 4, "tensor 4": 4, "tensor 2": 4,
            "fsdp x tensor": 4}  # fmt: skip
-
-
-@pytest.fixture(scope="module", name="pools")
-def pools_of_ranks() -> Iterator[dict[int, LocalRanks]]:
-    pools = {size: LocalRanks(size) for size in (2, 3, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
 
 
 @cache
@@ -124,6 +114,6 @@ def wrong_in(path: Path, layout: str) -> list[str]:
     return wrong
 
 
-def run_in(pools: dict[int, LocalRanks], layout: str, function: Any, *arguments: Any) -> list[Any]:
+def run_in(pools: Pools, layout: str, function: Any, *arguments: Any) -> list[Any]:
     size = LAYOUTS[layout]
     return [function(*arguments)] if size == 1 else pools[size].run(function, *arguments)

@@ -82,7 +82,7 @@ class Layout:
     recompute: str = ""
     leads: int = 1
     parts: int = 1
-    steps: int = 3
+    steps: int = 2
 
     @property
     def serial(self) -> "Layout":
@@ -188,6 +188,8 @@ def outcome(layout: Layout) -> Outcome:
         adam={},
         units=sum(isinstance(module, FSDPModule) for module in model.modules()),
     )
+    if not layout.steps:
+        return result
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
     take_steps(model, shared, sgd, layout, mesh, layout.steps)
     result.sgd = weights(model)

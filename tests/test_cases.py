@@ -1,7 +1,7 @@
 """From files to scores: faults that one module alone cannot show, each along the whole path.
 
-`HELD` names, for each kind of fault that public reports tell of files, times, statistics and
-loading, the tests that hold it, here and elsewhere.
+`HELD` names, for each kind of fault that public reports tell of files, times, statistics,
+loading and ranks, the tests that hold it, here and elsewhere.
 """
 
 import json
@@ -116,6 +116,76 @@ HELD = {
     ],
     "writers that share a chunk": [
         "test_resume::test_two_parts_at_once_are_the_whole_twenty_times",
+        "test_parallel_forecast"
+        "::test_ten_starts_written_by_several_at_once_lose_nothing_in_twenty_repeats",
+    ],
+    # Over ranks
+    "a mean of ranks' unequal means": [
+        "test_task::test_one_cell_here_and_seven_there_weigh_as_eight",
+    ],
+    "a domain of one rank": [
+        "test_parallel_cases"
+        "::test_a_domain_of_one_rank_named_outright_gives_the_bits_of_one_process",
+        "test_space::test_a_domain_of_one_rank_is_the_model_itself",
+        "test_space::test_one_rank_pads_as_without_stripes_bit_for_bit",
+        "test_routes::test_one_rank_computes_what_the_serial_model_does",
+    ],
+    "a halo wider than what a neighbour holds": [
+        "parity/test_layers::test_eight_rows_on_eight_ranks_take_a_kernel_of_five",
+    ],
+    "a grid that ranks do not divide": [
+        "test_parallel_cases::test_17_x_24_points_over_three_ranks_come_back_as_17_x_24",
+    ],
+    "a norm of each part": [
+        "test_space::test_rows_0_to_3_on_two_ranks_are_normed_as_one_field",
+    ],
+    "a gradient norm that counts twice": [
+        "test_shared_weights::test_the_norm_counts_each_parameter_once",
+        "test_parallel_training::test_two_ranks_train_as_one_process",
+    ],
+    "replicated parameters that drift": [
+        "test_parallel_cases"
+        "::test_after_ten_steps_on_stripes_sequences_and_tensors_no_rank_has_drifted",
+        "test_shared_weights::test_after_ten_steps_the_ranks_hold_the_same_bits",
+    ],
+    "training that depends on the layout": [
+        "test_parallel_training::test_two_ranks_train_as_one_process",
+        "parity/test_models::test_five_steps_in_float32_agree_to_rounding",
+    ],
+    "first values that depend on the layout": [
+        "test_shared_weights::test_first_values_have_the_same_bits_in_every_layout",
+    ],
+    "random numbers drawn in the wrong scope": [
+        "test_space::test_what_might_be_wrong_under_a_split_is_refused_with_a_way_out",
+        "test_parallel_cases::test_a_model_draws_nothing_while_it_computes",
+        "test_parallel_cases"
+        "::test_ranks_of_a_sample_draw_the_same_turn_and_groups_take_other_samples",
+        "test_task::test_stripes_of_rows_turn_together",
+    ],
+    "strided memory in collectives": [
+        "test_parallel_cases::test_fields_in_any_order_of_memory_travel_as_contiguous_ones",
+        "test_routes::test_a_route_brings_each_token_to_its_slot_and_back_in_every_type",
+        "parity/test_layers::test_a_layer_over_stripes_is_the_layer_over_the_field",
+    ],
+    "samples that ranks of a group do not share": [
+        "test_parallel_cases"
+        "::test_ranks_of_a_sample_draw_the_same_turn_and_groups_take_other_samples",
+        "test_loader::test_ranks_share_the_batches_of_one_process",
+    ],
+    "a sharded module that is used several times": [
+        "test_shared_weights::test_three_leads_with_recomputed_blocks_are_as_one_process",
+    ],
+    "validation that ranks share unevenly": [
+        "test_task::test_seven_samples_with_errors_1_to_7_are_4_on_two_ranks",
+        "test_task::test_a_rank_that_never_had_a_sample_ends_with_the_others",
+    ],
+    "a rank that fails while the others wait": [
+        "test_parallel_training::test_a_file_that_one_rank_cannot_read_ends_all_and_is_named",
+    ],
+    "a checkpoint of another number of ranks": [
+        "test_checkpoint_layouts"
+        "::test_weights_and_optimizer_are_the_same_when_resumed_on_one_and_on_four_ranks",
+        "test_parallel_training::test_a_run_goes_on_on_another_layout_and_on_one_process",
     ],
 }
 SEA = ["thetao", "so", "zos"]

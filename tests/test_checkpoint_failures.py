@@ -19,9 +19,8 @@ from graticule.parallel.data import local
 from graticule.parallel.local import LocalRanks, RankError
 from graticule.train import checkpoint, seal
 from graticule.train import tensors as storage
-from laid_out import in_layout, mesh_of, pools_of_ranks, save_in, shard, wrong_in
-
-__all__ = ["pools_of_ranks"]  # a fixture
+from laid_out import in_layout, mesh_of, save_in, shard, wrong_in
+from pools import Pools
 
 
 def refusal(function: Any, *arguments: Any) -> str:
@@ -38,7 +37,7 @@ def load_refused(path: Path, layout: str) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_damaged_byte_in_one_ranks_file_is_found_by_all(
-    number: int, pools: dict[int, LocalRanks], tmp_path: Path
+    number: int, pools: Pools, tmp_path: Path
 ) -> None:
     path = pools[3].run(save_in, tmp_path, "fsdp 3")[0]
     file = sorted((path / "model").glob("*.safetensors"))[number]
@@ -73,7 +72,7 @@ def save_limited(run: Path, rank: int, background: bool) -> str:
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_cannot_write_is_named_on_all_and_the_former_checkpoint_stays(
-    rank: int, background: bool, pools: dict[int, LocalRanks], tmp_path: Path
+    rank: int, background: bool, pools: Pools, tmp_path: Path
 ) -> None:
     former = pools[3].run(save_in, tmp_path, "fsdp 3")[0]
     text, *others = pools[3].run(save_limited, tmp_path, rank, background)
@@ -89,9 +88,7 @@ def save_refused(run: Path, layout: str) -> str:
     return refusal(save_in, run, layout)
 
 
-def test_a_folder_that_cannot_be_made_is_told_on_all(
-    pools: dict[int, LocalRanks], tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_be_made_is_told_on_all(pools: Pools, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     text, other = pools[2].run(save_refused, tmp_path, "fsdp 2")
     assert text == other
@@ -128,7 +125,7 @@ def save_wrong(run: Path, kind: str) -> str:
     ],
 )
 def test_tensors_that_make_no_whole_ones_are_refused_on_all(
-    kind: str, message: str, pools: dict[int, LocalRanks], tmp_path: Path
+    kind: str, message: str, pools: Pools, tmp_path: Path
 ) -> None:
     text, other = pools[2].run(save_wrong, tmp_path, kind)
     assert text == other
@@ -220,7 +217,7 @@ def train_meanwhile(run: Path, layout: str) -> tuple[list[bool], list[str]]:
 
 
 def test_a_save_in_the_background_holds_what_was_there_when_it_began(
-    pools: dict[int, LocalRanks], tmp_path: Path
+    pools: Pools, tmp_path: Path
 ) -> None:
     for there, names in pools[2].run(train_meanwhile, tmp_path, "fsdp 2"):
         assert there[:4] == [False] * 4
@@ -258,7 +255,7 @@ def fail_meanwhile(run: Path, how: str) -> tuple[int, str]:
 
 
 def test_an_error_in_the_background_is_raised_on_all_ranks_at_the_same_step(
-    pools: dict[int, LocalRanks], tmp_path: Path
+    pools: Pools, tmp_path: Path
 ) -> None:
     (first, text), (second, other) = pools[2].run(fail_meanwhile, tmp_path, "disk")
     assert 0 < first == second
@@ -325,7 +322,7 @@ def not_found_by(runs: list[Path]) -> str:
     return refusal(checkpoint.find, runs[dist.get_rank()])
 
 
-def test_all_ranks_go_by_what_rank_0_sees(pools: dict[int, LocalRanks], tmp_path: Path) -> None:
+def test_all_ranks_go_by_what_rank_0_sees(pools: Pools, tmp_path: Path) -> None:
     ours, old = tmp_path / "ours", tmp_path / "old"
     save_in(old, "serial", 4)
     save_in(ours, "serial", 5)

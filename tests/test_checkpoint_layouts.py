@@ -27,7 +27,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from graticule.parallel import box
 from graticule.parallel.data import local
-from graticule.parallel.local import LocalRanks
 from graticule.train import checkpoint, parts
 from graticule.train import tensors as storage
 from graticule.train.optimizer import empty_optimizer_tensors, optimizer_tensors, restore_optimizer
@@ -35,21 +34,17 @@ from laid_out import (
     LAYOUTS,
     in_layout,
     mesh_of,
-    pools_of_ranks,
     run_in,
     save_in,
     shard,
     wholes,
     wrong_in,
 )
-
-__all__ = ["pools_of_ranks"]  # a fixture
+from pools import Pools
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_layout_saves_every_layout_loads(
-    layout: str, pools: dict[int, LocalRanks], tmp_path: Path
-) -> None:
+def test_what_a_layout_saves_every_layout_loads(layout: str, pools: Pools, tmp_path: Path) -> None:
     path, *others = run_in(pools, layout, save_in, tmp_path, layout)
     assert path == tmp_path / "checkpoints" / "step-00000005"
     assert all(other == path for other in others)
@@ -78,7 +73,7 @@ def balanced(run: Path) -> tuple[dict[str, Any], list[int]]:
 
 
 def test_ranks_share_what_is_replicated_equally_and_copy_their_share_only(
-    pools: dict[int, LocalRanks], tmp_path: Path
+    pools: Pools, tmp_path: Path
 ) -> None:
     results = pools[3].run(balanced, tmp_path)
     names = [name for held, _ in results for name in held]
@@ -119,7 +114,7 @@ def drawn(whole: Tensor, cut: str) -> Tensor:
 
 def mixed_up(run: Path, chosen: list[Spec]) -> list[Spec]:
     """Save each tensor in one layout, load it in another; which of them do not come back."""
-    storage._ROUND_BYTES = 256
+    usual, storage._ROUND_BYTES = storage._ROUND_BYTES, 256
     saved, into, expected, end = {}, {}, {}, 1.0
     for number, (shape, first, second) in enumerate(chosen):
         whole = torch.arange(end, end + math.prod(shape)).reshape(shape)
@@ -127,14 +122,17 @@ def mixed_up(run: Path, chosen: list[Spec]) -> list[Spec]:
         saved[f"{number}"] = drawn(whole, first)
         expected[f"{number}"] = drawn(whole, second)
         into[f"{number}"] = torch.full_like(expected[f"{number}"], -1)
-    path = checkpoint.save(run, 1, {"model": saved}, {}, keep=1)
-    checkpoint.load_tensors(path, "model", into)
+    try:
+        path = checkpoint.save(run, 1, {"model": saved}, {}, keep=1)
+        checkpoint.load_tensors(path, "model", into)
+    finally:
+        storage._ROUND_BYTES = usual
     locals_ = {n: (local(into[n]).detach(), local(expected[n]).detach()) for n in into}
     return [chosen[int(n)] for n, (a, b) in locals_.items() if not torch.equal(a, b)]
 
 
 def test_random_layouts_come_back_in_other_random_layouts(
-    pools: dict[int, LocalRanks], tmp_path_factory: pytest.TempPathFactory
+    pools: Pools, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     seen = 0
 
@@ -163,9 +161,7 @@ def read_by_torch(path: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def test_torchs_distributed_checkpoint_reads_the_files_too(
-    pools: dict[int, LocalRanks], tmp_path: Path
-) -> None:
+def test_torchs_distributed_checkpoint_reads_the_files_too(pools: Pools, tmp_path: Path) -> None:
     path = pools[3].run(save_in, tmp_path, "fsdp 3")[0]
     assert pools[4].run(read_by_torch, path) == [[]] * 4
 
@@ -245,7 +241,7 @@ def resumed(run: Path, sizes: tuple[int, int]) -> dict[str, str]:
 
 @pytest.mark.parametrize("sizes", [(2, 1), (2, 2)])
 def test_weights_and_optimizer_are_the_same_when_resumed_on_one_and_on_four_ranks(
-    sizes: tuple[int, int], pools: dict[int, LocalRanks], tmp_path: Path
+    sizes: tuple[int, int], pools: Pools, tmp_path: Path
 ) -> None:
     """Case 42."""
     before, *others = pools[math.prod(sizes)].run(train_and_save, tmp_path, sizes)

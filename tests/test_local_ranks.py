@@ -55,6 +55,18 @@ def test_a_rank_that_ends_is_named():
         ranks.run(_ends_on, 1)
 
 
+def _tensors() -> list[torch.Tensor]:
+    return [torch.full((1000,), float(dist.get_rank())) for _ in range(3)]
+
+
+def test_tensors_come_back_also_where_torch_shares_memory_between_processes():
+    import torch.multiprocessing  # noqa: F401  it changes how multiprocessing pickles tensors
+
+    with LocalRanks(2) as ranks:
+        first, second = ranks.run(_tensors)
+    assert [float(x.sum()) for x in (*first, *second)] == [0.0] * 3 + [1000.0] * 3
+
+
 def test_a_rank_that_hangs_ends_all_in_time():
     with LocalRanks(2, timeout_seconds=2) as ranks:
         began = time.monotonic()

@@ -1,6 +1,5 @@
 """Scores of several processes: those of one, whatever their shares of the pairs, or one error."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,6 @@ from graticule.evaluate import Scores
 from graticule.parallel.local import LocalRanks
 from graticule.parallel.talk import alone, everyone
 from test_evaluate import GRID, make_forecast, make_store, score
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[LocalRanks]:
-    with LocalRanks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[LocalRanks]:
-    with LocalRanks(3) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

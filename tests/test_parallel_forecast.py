@@ -3,7 +3,6 @@
 import os
 import resource
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,24 +86,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     )  # fmt: skip
     compute(store, SampleSource(store, CONFIG).times("train")).save(store)
     return store
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[LocalRanks]:
-    with LocalRanks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[LocalRanks]:
-    with LocalRanks(3) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[LocalRanks]:
-    with LocalRanks(4) as ranks:
-        yield ranks
 
 
 def run(

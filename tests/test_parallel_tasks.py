@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -23,12 +22,6 @@ from graticule.train.trainer import train
 from small_store import small_grid, write_store
 
 MODEL = ModelConfig(patch=2, window=(2, 4), width=16, depth=2, heads=2, norm_groups=4)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[LocalRanks]:
-    with LocalRanks(2) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

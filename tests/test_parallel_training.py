@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "window": {"window": 2},
     "data": {},
     "sharded": {"window": 2, "weights": "sharded"},
+    "sequence": {"sequence": 2},
+    "tensor": {"tensor": 2},
 }
 NUMBERS = ("loss", "gradient_norm", "validation_loss")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[LocalRanks]:
-    with LocalRanks(2) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +84,11 @@ def _train(config: Config, out: Path, resume: bool = False) -> str:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_ranks_train_as_one_process(
-    name: str, ranks: LocalRanks, store: Store, alone: Path, tmp_path: Path
+    name: str, two: LocalRanks, store: Store, alone: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     config = config_of(store, LAYOUTS[name], validate_every=2)
-    assert ranks.run(_train, config, run) == [str(run / "checkpoints" / "step-00000005")] * 2
+    assert two.run(_train, config, run) == [str(run / "checkpoints" / "step-00000005")] * 2
     assert_same(run, alone)
     (line,) = read_metrics(run)[-1:]
     # 3 samples x 2 leads x 2 channels x 8 x 16 cells, of all ranks.
@@ -106,21 +101,22 @@ def test_two_ranks_train_as_one_process(
         set(other) == {"step", "seconds", "data_wait_share", "memory_gib"} for other in others
     )
     (session,) = json.loads((run / "run.json").read_text())["sessions"]
-    window = LAYOUTS[name].get("window", 1)
+    shared = 1 if name == "data" else 2
     assert session["processes"] == 2
-    assert session["mesh"] == config.to_dict()["mesh"] | {"data": 2 // window}
+    assert session["mesh"] == config.to_dict()["mesh"] | {"data": 2 // shared}
     assert session["stripes"]["dim"] == "lat"
     assert session["stripes"]["bounds"][-1] == 8
-    assert len(session["stripes"]["bounds"]) == window + 1
+    assert len(session["stripes"]["bounds"]) == shared + 1
 
 
 def test_a_run_goes_on_on_another_layout_and_on_one_process(
-    ranks: LocalRanks, store: Store, alone: Path, tmp_path: Path
+    two: LocalRanks, four: LocalRanks, store: Store, alone: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     every = {"validate_every": 2, "checkpoint_every": 1}
-    ranks.run(_train, config_of(store, {"window": 2}, steps=2, **every), run)
-    ranks.run(_train, config_of(store, {"weights": "sharded"}, steps=4, **every), run, True)
+    two.run(_train, config_of(store, {"window": 2}, steps=2, **every), run)
+    more = {"tensor": 2, "weights": "sharded"}  # and two shares of the samples
+    four.run(_train, config_of(store, more, steps=4, **every), run, True)
     train(config_of(store, steps=5, **every), run, resume=True)
     found, expected = read_metrics(run), read_metrics(alone)
     assert [line["step"] for line in found] == [1, 2, 3, 4, 5]
@@ -129,20 +125,20 @@ def test_a_run_goes_on_on_another_layout_and_on_one_process(
             assert line[key] == pytest.approx(other[key], rel=1e-5), line["step"]
     sessions = json.loads((run / "run.json").read_text())["sessions"]
     assert [session["after_step"] for session in sessions] == [0, 2, 4]
-    assert [session["processes"] for session in sessions] == [2, 2, 1]
+    assert [session["processes"] for session in sessions] == [2, 4, 1]
     assert [session["mesh"]["window"] for session in sessions] == [2, 1, 1]
 
 
 def test_lines_of_steps_that_are_taken_again_are_dropped_for_every_rank(
-    ranks: LocalRanks, store: Store, tmp_path: Path
+    two: LocalRanks, store: Store, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    ranks.run(_train, config_of(store, {"window": 2}, steps=2, leads=1), run)
+    two.run(_train, config_of(store, {"window": 2}, steps=2, leads=1), run)
     own = run / "ranks" / "metrics-00001.jsonl"
     for path in (own, run / "metrics.jsonl", run / "ranks" / "metrics-00007.jsonl"):
         with path.open("a") as file:  # as a kill in step 4 leaves it
             file.write('{"step": 3, "seconds": 1.0}\n{"st')
-    ranks.run(_train, config_of(store, {"window": 2}, steps=4, leads=1), run, True)
+    two.run(_train, config_of(store, {"window": 2}, steps=4, leads=1), run, True)
     steps = [json.loads(line)["step"] for line in own.read_text().splitlines()]
     assert steps == [1, 2, 3, 4]
     assert (run / "ranks" / "metrics-00007.jsonl").read_text() == ""
@@ -152,16 +148,16 @@ def test_lines_of_steps_that_are_taken_again_are_dropped_for_every_rank(
 
 
 def test_a_folder_is_refused_by_all_with_the_same_words(
-    ranks: LocalRanks, store: Store, alone: Path, tmp_path: Path
+    two: LocalRanks, store: Store, alone: Path, tmp_path: Path
 ) -> None:
-    told = ranks.run(_train, config_of(store), alone)
+    told = two.run(_train, config_of(store), alone)
     assert told[0] == told[1]
     assert "exists already and is not overwritten; go on with --resume" in told[0]
-    told = ranks.run(_train, config_of(store), tmp_path / "absent", True)
+    told = two.run(_train, config_of(store), tmp_path / "absent", True)
     assert told[0] == told[1]
     assert "holds no run to resume" in told[0]
     other = config_of(store, validate_every=2, batch=4)
-    told = ranks.run(_train, other, alone, True)
+    told = two.run(_train, other, alone, True)
     assert told[0] == told[1]
     assert "train.batch: 3 in the run, now 4" in told[0]
     assert "mesh.* may change" in told[0]
@@ -172,20 +168,23 @@ def _train_as_rank(configs: list[Config], out: Path) -> str:
 
 
 def test_ranks_that_were_given_different_things_do_not_begin(
-    ranks: LocalRanks, store: Store, tmp_path: Path
+    two: LocalRanks, store: Store, tmp_path: Path
 ) -> None:
     configs = [config_of(store), config_of(store, batch=4)]
-    told = ranks.run(_train_as_rank, configs, tmp_path / "run")
+    told = two.run(_train_as_rank, configs, tmp_path / "run")
     assert told[0] == told[1]
     assert "rank 1: another configuration" in told[0]
     assert "start all processes with the same command" in told[0]
 
 
 def test_a_batch_that_leaves_a_rank_without_a_sample_is_refused(
-    ranks: LocalRanks, store: Store, tmp_path: Path
+    two: LocalRanks, store: Store, tmp_path: Path
 ) -> None:
-    for told in ranks.run(_train, config_of(store, batch=1), tmp_path / "run"):
+    for told in two.run(_train, config_of(store, batch=1), tmp_path / "run"):
         assert "a batch of 1 samples leaves 1 of 2 ranks without any; set train.batch to 2" in told
+    # Nothing was written: the folder takes the run that follows the advice.
+    told = two.run(_train, config_of(store, batch=2, steps=1), tmp_path / "run")
+    assert told == [str(tmp_path / "run" / "checkpoints" / "step-00000001")] * 2
 
 
 # Signals
@@ -196,29 +195,34 @@ def _stopped(config: Config, out: Path, who: list[int], number: int) -> tuple[in
         if step == 2 and dist.get_rank() in who:
             os.kill(os.getpid(), number)
 
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         train(config, out, progress=stop)
     except Stopped as stopped:
         return stopped.signal_number, stopped.step, stopped.checkpoint.name
+    finally:
+        signal.signal(signal.SIGINT, ignored)
     raise AssertionError("not stopped")
 
 
-@pytest.mark.parametrize("who", [[0], [1], [0, 1]])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("who", "number"),
+    [
+        ([0], signal.SIGTERM),
+        ([1], signal.SIGINT),
+        ([0, 1], signal.SIGINT),
+        *(pytest.param(*others, marks=pytest.mark.slow)
+          for others in (([0], signal.SIGINT), ([1], signal.SIGTERM), ([0, 1], signal.SIGTERM))),
+    ],
+)  # fmt: skip
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(
-    who: list[int], number: int, ranks: LocalRanks, store: Store, tmp_path: Path
+    who: list[int], number: int, two: LocalRanks, store: Store, tmp_path: Path
 ) -> None:
     config = config_of(store, {"window": 2}, leads=1, steps=50)
-    if number == signal.SIGINT:
-        ranks.run(_listen_to_interrupts)
-    found = ranks.run(_stopped, config, tmp_path / "run", who, number)
+    found = two.run(_stopped, config, tmp_path / "run", who, number)
     assert found == [(number, 3, "step-00000003")] * 2
     assert [path.name for path in checkpoint.complete(tmp_path / "run")] == ["step-00000003"]
     assert len(read_metrics(tmp_path / "run")) == 3
-
-
-def _listen_to_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # The command

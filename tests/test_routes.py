@@ -1,6 +1,5 @@
 """Windows over several ranks: routes are exact and adjoint, attention is that of one rank."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,6 @@ from graticule.parallel.layouts import (
     WindowLayout,
     plan_route,
 )
-from graticule.parallel.local import LocalRanks
 from graticule.parallel.routes import Route, route_windows
 
 GLOBE = WindowGrid((7, 12), (8, 12), (4, 3), "globe")
@@ -30,15 +28,6 @@ PAPER = WindowGrid((9, 10), (9, 10), (3, 5), "paper")
 TWO_WINDOWS = WindowGrid((3, 6), (3, 6), (3, 3), "globe")
 ALL_PADDING = WindowGrid((3, 8), (8, 8), (4, 2), "globe")
 WIDTH, HEADS, BATCH = 24, 12, 2
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[dict[int, LocalRanks]]:
-    # A process's first backward pass from a given gradient imports 500 modules: once here, not in
-    # each of nine.
-    torch.ones(1, requires_grad=True).backward(torch.ones(1))
-    with LocalRanks(2) as two, LocalRanks(3) as three, LocalRanks(4) as four:
-        yield {2: two, 3: three, 4: four}
 
 
 def noise(*shape: int, key: int = 0) -> Tensor:
@@ -121,8 +110,8 @@ def _there_and_back(way: Way) -> list[bool]:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_route_brings_each_token_to_its_slot_and_back_in_every_type(ranks, way):
-    for same in ranks[way.topology.ranks].run(_there_and_back, way):
+def test_a_route_brings_each_token_to_its_slot_and_back_in_every_type(pools, way):
+    for same in pools[way.topology.ranks].run(_there_and_back, way):
         assert all(same), same
 
 
@@ -141,8 +130,8 @@ def _products(way: Way) -> list[float]:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_the_gradient_of_a_route_is_its_adjoint(ranks, way):
-    parts = ranks[way.topology.ranks].run(_products, way)
+def test_the_gradient_of_a_route_is_its_adjoint(pools, way):
+    parts = pools[way.topology.ranks].run(_products, way)
     there, there_back, back, back_there = (sum(numbers) for numbers in zip(*parts, strict=True))
     assert there == pytest.approx(there_back, rel=1e-12)
     assert back == pytest.approx(back_there, rel=1e-12)
@@ -157,18 +146,18 @@ def _bytes(way: Way) -> list[int]:
     return [there, route.link.sent[way.kind] - there]
 
 
-def test_a_shift_sends_half_a_window_row_there_and_gets_it_back_in_the_backward_pass(ranks):
+def test_a_shift_sends_half_a_window_row_there_and_gets_it_back_in_the_backward_pass(pools):
     # Three ranks of one row of 2 windows of 4 x 6 each: 2 rows of 12 tokens go over.
     grid = WindowGrid((12, 12), (12, 12), (4, 6), "globe")
-    sent = ranks[3].run(_bytes, Way(grid, Topology(3), "shift"))
+    sent = pools[3].run(_bytes, Way(grid, Topology(3), "shift"))
     assert sent == [[BATCH * 2 * 12 * 5 * 2] * 2] * 3
 
 
-def test_bytes_are_those_of_the_tokens_that_change_their_owner(ranks):
+def test_bytes_are_those_of_the_tokens_that_change_their_owner(pools):
     for way in (WAYS[0], WAYS[6], WAYS[8]):
         plans = [plan_route(*way.layouts(), rank) for rank in range(way.topology.ranks)]
         want = [[BATCH * 5 * 2 * sum(n) for n in (p.send, p.receive)] for p in plans]
-        assert ranks[way.topology.ranks].run(_bytes, way) == want
+        assert pools[way.topology.ranks].run(_bytes, way) == want
 
 
 def test_stripes_that_are_windows_are_passed_on_as_they_are():
@@ -313,8 +302,8 @@ def compare(got: Result, want: Result) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_attention_over_ranks_is_attention_on_one(ranks, case):
-    parts = ranks[case.topology.ranks].run(_shared, case)
+def test_attention_over_ranks_is_attention_on_one(pools, case):
+    parts = pools[case.topology.ranks].run(_shared, case)
     dim = -2 if case.dim == "lat" else -1
     output, gradient = (torch.cat([part[i] for part in parts], dim) for i in (0, 1))
     assert all(part[2].keys() == parts[0][2].keys() for part in parts)

@@ -1,7 +1,5 @@
 """Sharded or replicated: the same first values, gradients, norm, steps and averages as one rank."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -42,18 +40,6 @@ BOTH = {"data": 2, "tensor": 2}
 WIDE = {"data": 4}
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[LocalRanks]:
-    with LocalRanks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[LocalRanks]:
-    with LocalRanks(4) as ranks:
-        yield ranks
-
-
 # Parity with one process
 
 
@@ -65,11 +51,11 @@ def test_replicated_weights_are_as_one_process(two: LocalRanks) -> None:
 @pytest.mark.parametrize(
     ("layout", "units"),
     [
-        (Layout(sizes=WIDE, weights=SHARDED, samples=5), 5),
+        (Layout(sizes=WIDE, weights=SHARDED, samples=5, steps=1), 5),
         (Layout(sizes=BOTH, weights=SHARDED), 5),
-        (Layout(sizes=BOTH, weights={**SHARDED, "shard_unit": "model"}, steps=1), 1),
+        (Layout(sizes=BOTH, weights={**SHARDED, "shard_unit": "model"}, steps=0), 1),
         # Nobody shares a part of a block: embedding and recovery alone are sharded.
-        (Layout(sizes={"tensor": 4}, weights=SHARDED, steps=1), 3),
+        (Layout(sizes={"tensor": 4}, weights=SHARDED, steps=0), 3),
     ],
     ids=["FSDP 4", "FSDP 2 x TP 2", "whole model", "TP 4"],
 )
@@ -80,7 +66,7 @@ def test_sharded_weights_are_as_one_process(four: LocalRanks, layout: Layout, un
 
 
 def test_gathered_weights_may_stay_and_backward_passes_add_up(two: LocalRanks) -> None:
-    layout = Layout(sizes=DATA, weights={**SHARDED, "reshard": False}, samples=4, parts=2)
+    layout = Layout(sizes=DATA, weights={**SHARDED, "reshard": False}, samples=4, parts=2, steps=0)
     assert_same_as_one_process(two.run(outcome, layout), layout, 1e-12)
 
 
@@ -88,13 +74,13 @@ def test_gathered_weights_may_stay_and_backward_passes_add_up(two: LocalRanks) -
 def test_three_leads_with_recomputed_blocks_are_as_one_process(
     two: LocalRanks, recompute: str
 ) -> None:
-    layout = Layout(sizes=DATA, weights=SHARDED, leads=3, recompute=recompute, steps=1)
+    layout = Layout(sizes=DATA, weights=SHARDED, leads=3, recompute=recompute, steps=0)
     assert_same_as_one_process(two.run(outcome, layout), layout, 1e-12)
 
 
 def test_a_rank_without_tokens_takes_part(four: LocalRanks) -> None:
     layout = Layout(
-        sizes={"window": 2, "tensor": 2}, weights=SHARDED, leads=2, recompute="block", steps=1
+        sizes={"window": 2, "tensor": 2}, weights=SHARDED, leads=2, recompute="block", steps=0
     )
     assert_same_as_one_process(four.run(outcome, layout), layout, 1e-12)
 
@@ -114,8 +100,9 @@ def _types(layout: Layout) -> tuple[set, list]:
     return {parameter.grad.dtype for parameter in model.parameters()}, seen
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("gather", ["compute", "fp32"])
+@pytest.mark.parametrize(
+    ("dtype", "gather"), [(torch.bfloat16, "compute"), (torch.float16, "fp32")], ids=str
+)
 def test_sixteen_bit_gradients_are_summed_in_float32(
     two: LocalRanks, dtype: torch.dtype, gather: str
 ) -> None:
@@ -221,7 +208,6 @@ class Sparse(nn.Module):
 def _sparse(bucket_bytes: int) -> tuple:
     mesh = Mesh(DATA)
     model = Sparse()
-    data.BUCKET_BYTES = bucket_bytes
     shared = SharedWeights(model, mesh)
     model.large.grad = torch.arange(12.0).view(2, 6).t() * (mesh.rank + 1)  # not contiguous
     if mesh.rank % 2:
@@ -229,10 +215,11 @@ def _sparse(bucket_bytes: int) -> tuple:
     calls = []
     plain = Link.sum
     Link.sum = lambda link, x, what: (calls.append(x.numel()), plain(link, x, what))[1]
+    usual, data.BUCKET_BYTES = data.BUCKET_BYTES, bucket_bytes
     try:
         shared.reduce()
     finally:
-        Link.sum = plain
+        Link.sum, data.BUCKET_BYTES = plain, usual
     sent = shared.links[()].sent["gradients"]
     return model.odd.grad, model.never.grad, model.large.grad, model.fixed.grad, calls, sent
 
@@ -292,9 +279,8 @@ def _drifted(layout: Layout) -> dict[str, Tensor]:
     return weights(model)
 
 
-@pytest.mark.parametrize("settings", [{}, SHARDED], ids=["replicated", "sharded"])
-def test_after_ten_steps_the_ranks_hold_the_same_bits(four: LocalRanks, settings: dict) -> None:
-    layout = Layout(sizes=BOTH, weights=settings, dtype=torch.float32, compute=torch.float32)
+def test_after_ten_steps_the_ranks_hold_the_same_bits(four: LocalRanks) -> None:
+    layout = Layout(sizes=BOTH, weights=SHARDED, dtype=torch.float32, compute=torch.float32)
     first, *others = four.run(_drifted, layout)
     for other in others:
         for name, value in first.items():
@@ -402,7 +388,9 @@ def _average_and_state(layout: Layout) -> tuple[dict, dict, dict, bool]:
     return averages, {name: whole(value) for name, value in state.items()}, weights(model), fits
 
 
-@pytest.mark.parametrize("settings", [{}, SHARDED], ids=["replicated", "sharded"])
+@pytest.mark.parametrize(
+    "settings", [pytest.param({}, marks=pytest.mark.slow), SHARDED], ids=["replicated", "sharded"]
+)
 def test_average_and_optimizer_state_are_those_of_one_process(
     four: LocalRanks, settings: dict
 ) -> None:

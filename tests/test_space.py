@@ -1,6 +1,5 @@
 """What stands in for the modules that read other grid points, on ranks of this machine."""
 
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -25,18 +24,6 @@ from graticule.parallel.norms import StripedGroupNorm, merge
 from graticule.parallel.space import specialise, stripe
 
 ROWS = 11
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[LocalRanks]:
-    with LocalRanks(3) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[LocalRanks]:
-    with LocalRanks(2) as ranks:
-        yield ranks
 
 
 def drawn(model: nn.Module) -> nn.Module:

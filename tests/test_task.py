@@ -29,18 +29,6 @@ from small_store import DAY, FIRST_DAY, small_grid, write_store
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(3) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def two():
-    with LocalRanks(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """Land in one corner, a static; 8 x 16 points."""
     path = tmp_path_factory.mktemp("data") / "store"
@@ -89,10 +77,10 @@ def _parts(path: str, dim: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dim", ["lat", "lon"])
-def test_the_ranks_parts_are_slices_of_the_whole(ranks: LocalRanks, store: Store, dim: str) -> None:
+def test_the_ranks_parts_are_slices_of_the_whole(three: LocalRanks, store: Store, dim: str) -> None:
     whole = Task.of(config_of(str(store.path)), torch.device("cpu"))
     fields = _fields(whole)
-    parts = ranks.run(_parts, str(store.path), dim)
+    parts = three.run(_parts, str(store.path), dim)
     for part in parts:
         rows, columns = (slice(r.start, r.stop) for r in part["extent"])
         weights = whole.objective.weights
@@ -252,10 +240,10 @@ def _validation_of_two(path: str) -> tuple[float, int]:
 
 
 def test_a_rank_that_never_had_a_sample_ends_with_the_others(
-    ranks: LocalRanks, counting: Store
+    three: LocalRanks, counting: Store
 ) -> None:
     # The first and the last sample: errors 1 and 7.
-    assert ranks.run(_validation_of_two, str(counting.path)) == [(4.0, 1)] * 3
+    assert three.run(_validation_of_two, str(counting.path)) == [(4.0, 1)] * 3
 
 
 # Turning

@@ -1,8 +1,13 @@
 """Which split of ranks is tried, which is kept, and that a run says so."""
 
+import gc
 import json
+import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from graticule.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from graticule.data.samples import SampleSource
@@ -11,6 +16,7 @@ from graticule.data.store import Store
 from graticule.parallel.local import LocalRanks
 from graticule.train import topology, train
 from graticule.train.progress import read_metrics
+from graticule.train.task import Task
 from small_store import write_store
 
 
@@ -42,7 +48,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return store
 
 
-def config_of(store: Store, **mesh: int) -> Config:
+def config_of(store: Store, **mesh: Any) -> Config:
     return Config(
         name="small",
         data=DataConfig(store=str(store.path)),
@@ -74,6 +80,33 @@ def test_the_fastest_split_is_kept_and_what_was_measured_is_recorded(store, tmp_
     for line, expected in zip(read_metrics(run), read_metrics(other), strict=True):
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert "tried" not in json.loads((other / "run.json").read_text())["sessions"][0]
+
+
+def _models_left(config: Config) -> list[int]:
+    """How many earlier models are still in memory when the next split's is made."""
+    models: list[weakref.ref[Any]] = []
+    left = []
+
+    def made(*arguments: Any) -> Task:
+        left.append(sum(model() is not None for model in models))
+        task = Task.of(*arguments)
+        models.append(weakref.ref(task.model))
+        return task
+
+    topology.Task = SimpleNamespace(of=made)
+    gc.disable()
+    try:
+        topology.fastest(config, 2, torch.device("cpu"))
+    finally:
+        topology.Task = Task
+        gc.enable()
+    return left
+
+
+def test_one_split_at_a_time_is_in_memory(store):
+    with LocalRanks(2) as ranks:
+        config = config_of(store, window=2, sequence=0, weights="sharded")
+        assert ranks.run(_models_left, config) == [[0, 0]] * 2
 
 
 def test_one_process_takes_the_only_split(store, tmp_path):

@@ -329,8 +329,15 @@ def run_verify(options: argparse.Namespace) -> int:
         lines.append(
             f"{verdict.layout:{width}}  {found}  {'pass' if verdict.passed else 'FAIL'}\n"
             f"{'':{width}}  sent in a step: {sent or 'nothing'}"
+            + ("; weights and gradients by FSDP, not counted" if verdict.sharded else "")
         )
-    lines.append("all layouts pass" if passed else f"not all layouts are within {TOLERANCE:g}")
+    failed = sum(not verdict.passed and not verdict.refused for verdict in verdicts)
+    refused = sum(bool(verdict.refused) for verdict in verdicts)
+    told = [f"{failed} of {len(verdicts)} layouts differ by more than {TOLERANCE:g}"] * bool(failed)
+    told += [f"{refused} of {len(verdicts)} layouts are refused"] * bool(refused)
+    if not failed:
+        told = [f"all {len(verdicts) - refused} others pass" if refused else "all pass", *told]
+    lines.append("; ".join(told))
     print_result(options, values, lambda: "\n".join(lines))
     return 0 if passed else 1
 

@@ -51,7 +51,7 @@ class LocalRanks:
         if not self._pids:
             self._start()
         for pipe in self._pipes:
-            pipe.send((function, arguments))
+            _send(pipe, (function, arguments))
         results: list[Any] = [None] * self.size
         failures: dict[int, str] = {}
         waiting: dict[Any, int] = dict(zip(self._pipes, range(self.size), strict=True))
@@ -66,9 +66,9 @@ class LocalRanks:
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
-                    good, value = pipe.recv()
+                    good, value = _received(pipe)
                 except EOFError:
-                    good, value = False, "ended without a word"
+                    good, value = False, self._how_ended(rank)
                 if good:
                     results[rank] = value
                 else:
@@ -79,7 +79,7 @@ class LocalRanks:
             for pipe, rank in waiting.items():
                 if pipe.poll():
                     try:
-                        good, value = pipe.recv()
+                        good, value = _received(pipe)
                     except EOFError:
                         continue
                     if not good:
@@ -108,18 +108,28 @@ class LocalRanks:
                     for pipe in [ours, *self._pipes]:
                         pipe.close()
                     _serve(rank, self.size, theirs, Path(self._folder), self.timeout_seconds)
-                finally:
-                    os._exit(0)
+                except BaseException:  # what a rank is asked is caught where it is asked
+                    traceback.print_exc()
+                    os._exit(1)
+                os._exit(0)
             theirs.close()
             self._pids.append(pid)
             self._pipes.append(ours)
+
+    def _how_ended(self, rank: int) -> str:
+        _, status = os.waitpid(self._pids[rank], 0)
+        self._pids[rank] = 0
+        if os.WIFSIGNALED(status):
+            return f"ended without a word, by {signal.Signals(os.WTERMSIG(status)).name}"
+        return f"ended without a word, with exit code {os.WEXITSTATUS(status)}"
 
     def close(self) -> None:
         for pipe in self._pipes:
             pipe.close()
         for pid in self._pids:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            if pid:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
         self._pids, self._pipes = [], []
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -144,7 +154,7 @@ def _serve(rank: int, size: int, pipe: Connection, folder: Path, timeout_seconds
     started = False
     while True:
         try:
-            function, arguments = pipe.recv()
+            function, arguments = _received(pipe)
         except (EOFError, OSError):
             return
         try:
@@ -157,11 +167,20 @@ def _serve(rank: int, size: int, pipe: Connection, folder: Path, timeout_seconds
                     timeout=timedelta(seconds=timeout_seconds),
                 )
                 started = True
-            answer: tuple[bool, Any] = (True, function(*arguments))
-            pickle.dumps(answer)
+            answer = pickle.dumps((True, function(*arguments)))
         except BaseException:
-            answer = (False, traceback.format_exc())
-        pipe.send(answer)
+            answer = pickle.dumps((False, traceback.format_exc()))
+        pipe.send_bytes(answer)
+
+
+def _send(pipe: Connection, value: Any) -> None:
+    # Not `pipe.send`: torch may have taught that one to pass tensors as open files, which a rank
+    # that is gone, or has forked, cannot give any more.
+    pipe.send_bytes(pickle.dumps(value))
+
+
+def _received(pipe: Connection) -> Any:
+    return pickle.loads(pipe.recv_bytes())
 
 
 def _end_with(parent: int) -> None:

@@ -4,6 +4,7 @@ Windows are shared out whole as long as there are enough of them; few large ones
 at the price of an exchange around attention. What that costs is the machine's to say.
 """
 
+import gc
 import logging
 import statistics
 from collections.abc import Mapping
@@ -69,6 +70,7 @@ def fastest(config: Config, size: int, device: torch.device) -> tuple[Config, li
             }
         )
         del run
+        gc.collect()  # sharded modules refer to themselves: two models at once may be too many
     best = everyone().first(lambda: min(range(len(tried)), key=lambda i: _seconds(tried[i])))
     _log.info(
         "window x sequence: %s; %d x %d is used",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from graticule.config import Config
+from graticule.data.loader import Loader
 from graticule.mesh import Mesh
 from graticule.parallel.launch import mesh_of, processes
 from graticule.parallel.talk import everyone
@@ -84,13 +85,14 @@ def train(
         if run.step >= config.train.steps:
             _log.info("%s has its %d steps already", out, config.train.steps)
             return checkpoint.find(out)
+        loader = run.loader(config.train.steps)  # what it refuses leaves the folder empty
         everyone().first(lambda: write_description(out, task, run.step, run.started_from, tried))
         leads = config.train.leads
         across = (
             "full over" if config.train.rollout_gradient == "full" else "detached within each of"
         )
         _log.info("rollout gradient: %s %d lead%s", across, leads, "" if leads == 1 else "s")
-        return _train(run, out, progress, profile or 0)
+        return _train(run, loader, out, progress, profile or 0)
 
 
 @contextmanager
@@ -126,13 +128,13 @@ def _require_one_configuration(config: Config, rank: int) -> None:
 
 def _train(
     run: Run,
+    loader: Loader,
     out: Path,
     progress: Callable[[int, int, dict[str, Any]], None] | None,
     profile: int,
 ) -> Path:
     settings, task = run.settings, run.task
     mesh = task.running.mesh
-    loader = run.loader(settings.steps)
     profiler = Profiler(profile, out, task, run.optimizer, run.average, after_step=run.step)
     last = out
     task.model.train()

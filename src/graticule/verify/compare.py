@@ -5,13 +5,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from graticule.assemble import Shapes, shapes_of_config
 from graticule.config import Config, override
 from graticule.mesh import AXES
 from graticule.parallel.launch import laid_out, ranks_of
 from graticule.parallel.local import LocalRanks, RankError
 from graticule.train.run import rehearsed
-from graticule.verify.measure import BATCH, Results, measure
+from graticule.verify.measure import BATCH, STEPS, Results, measure
 
 LAYOUTS = (
     "data=2", "window=2", "window=3", "window=4", "window=2,stripe_dim=lon", "sequence=2",
@@ -26,13 +28,14 @@ TOLERANCE = 1e-12
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """One layout against one process. differences: by quantity. bytes_sent: by all ranks in one
-    step (forward and backward), by what they were for. refused: why the model cannot be laid out
-    so; it is then not compared."""
+    step (forward and backward), by what they were for; what FSDP sends of `sharded` weights is not
+    counted. refused: why the model cannot be laid out so; it is then not compared."""
 
     layout: str
     ranks: int
     differences: dict[str, float]
     bytes_sent: dict[str, int]
+    sharded: bool = False
     refused: str = ""
 
     @property
@@ -69,8 +72,11 @@ def verify(
         config, shapes = reduced(config, shapes)
     config = override(config, [f"mesh.{axis}=1" for axis in AXES])
     named = {layout: laid_out(config, layout) for layout in layouts or LAYOUTS}
+    # A sample for each of mesh.data at least.
+    batch = max(BATCH, *(there.mesh.data for there in named.values()))
+    how = torch.float64, STEPS, batch
     with LocalRanks(1) as one:
-        serial = Results.joined(one.run(measure, config, shapes), shapes)
+        serial = Results.joined(one.run(measure, config, shapes, *how), shapes)
     verdicts = []
     pools: dict[int, LocalRanks] = {}
     try:
@@ -78,11 +84,12 @@ def verify(
             ranks = ranks_of(there)
             pool = pools.setdefault(ranks, LocalRanks(ranks, timeout_seconds=180))
             try:
-                results = Results.joined(pool.run(measure, there, shapes), shapes)
+                results = Results.joined(pool.run(measure, there, shapes, *how), shapes)
                 verdicts.append(
                     Verdict(
                         layout=layout,
                         ranks=ranks,
+                        sharded=there.mesh.weights == "sharded",
                         differences=results.differences(serial),
                         bytes_sent=dict(results.sent),
                     )
@@ -102,7 +109,7 @@ def verify(
     finally:
         for pool in pools.values():
             pool.close()
-    return size_of(config, shapes), verdicts
+    return size_of(config, shapes, batch), verdicts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,12 +180,12 @@ def reduced(config: Config, shapes: Shapes) -> tuple[Config, Shapes]:
     )
 
 
-def size_of(config: Config, shapes: Shapes) -> str:
+def size_of(config: Config, shapes: Shapes, batch: int) -> str:
     """What ran, in a line."""
     model, train = config.model, config.train
     return (
         f"{shapes.grid[0]} x {shapes.grid[1]} points ({model.boundary}), {shapes.in_channels}"
         f" channels in, {shapes.out_channels} out, patch {model.patch}, stride {model.sampling},"
         f" width {model.width}, {model.depth} blocks, {model.heads} heads, windows"
-        f" {model.window_shape[0]} x {model.window_shape[1]}, {train.leads} leads, batch {BATCH}"
+        f" {model.window_shape[0]} x {model.window_shape[1]}, {train.leads} leads, batch {batch}"
     )

@@ -95,7 +95,7 @@ class Results:
         for name in ("output", "input_gradient"):
             tail = getattr(first, name).shape[1:-2]
             # NaN where no rank says anything: no difference from it is small.
-            whole = np.full((BATCH, *tail, *shapes.grid), np.nan)
+            whole = np.full((first.samples.stop, *tail, *shapes.grid), np.nan)
             for part in parts:
                 whole[part.samples][..., part.rows, part.columns] = getattr(part, name)
             fields[name] = whole
@@ -154,31 +154,39 @@ class _Fields:
 
 
 def measure(
-    config: Config, shapes: Shapes, dtype: torch.dtype = torch.float64, steps: int = STEPS
+    config: Config,
+    shapes: Shapes,
+    dtype: torch.dtype = torch.float64,
+    steps: int = STEPS,
+    batch: int = BATCH,
 ) -> Part:
-    """On each rank: its part of everything that is compared."""
+    """On each rank: its part of everything that is compared.
+
+    batch: samples of all ranks together; none may be without one, as in training.
+    """
     mesh = Mesh(mesh_of(config.mesh, ranks_of(config)))
     running = assemble(config, shapes, mesh, dtype=dtype)
     stripes = running.stripes
-    samples = slice(mesh.index("data"), BATCH, mesh.sizes["data"])
+    samples = slice(mesh.index("data"), batch, mesh.sizes["data"])
+    assert samples.start < batch, f"a batch of {batch} leaves some of mesh.data without a sample"
     objective = _objective(config, shapes, stripes, dtype)
 
-    def batch(number: int = 0) -> _Fields:
+    def made_up(number: int = 0) -> _Fields:
         return _made_up(config, shapes, samples, stripes, dtype, number)
 
     def step(rate: float, first: _Fields) -> Any:
         optimizer = torch.optim.SGD(
             [{"params": group} for group in _by_mesh(running.model)], lr=rate
         )
-        more = [batch(number) for number in range(1, config.train.accumulation)]
+        more = [made_up(number) for number in range(1, config.train.accumulation)]
         return training_step(
             running.model, objective, [first, *more], optimizer=optimizer, step=1,
-            samples=BATCH * config.train.accumulation, learning_rate=rate,
+            samples=batch * config.train.accumulation, learning_rate=rate,
             clip_norm=0.0 if rate == 0.0 else 1.0, shared=running.shared,
         )  # fmt: skip
 
-    output = _predictions(running, objective, batch())
-    asked = batch()
+    output = _predictions(running, objective, made_up())
+    asked = made_up()
     asked.inputs.requires_grad_()
     before = running.sent
     first = step(0.0, asked)
@@ -187,7 +195,7 @@ def measure(
     parameters = dict(running.model.named_parameters())
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     weight_gradients = _Held.of(gradients, mesh.rank)
-    losses = [step(_LEARNING_RATE, batch()).loss for _ in range(steps)]
+    losses = [step(_LEARNING_RATE, made_up()).loss for _ in range(steps)]
     return Part(
         samples=samples,
         rows=stripes.rows,
@@ -254,7 +262,7 @@ def _made_up(
     draw = keyed(config.train.seed, "verify", 1, number)
 
     def fields(offsets: int, channels: int) -> Tensor:
-        whole = draw.standard_normal((BATCH, offsets, channels, *shapes.grid))
+        whole = draw.standard_normal((samples.stop, offsets, channels, *shapes.grid))
         here = whole[samples][..., stripes.rows, stripes.columns]
         return torch.from_numpy(np.ascontiguousarray(here)).to(dtype)
 
@@ -266,7 +274,7 @@ def _made_up(
         )
         for _ in range(config.train.leads)
     ]
-    return _Fields(list(range(BATCH))[samples], inputs, leads)
+    return _Fields(list(range(samples.stop))[samples], inputs, leads)
 
 
 def _by_mesh(model: nn.Module) -> list[list[nn.Parameter]]:
