@@ -284,7 +284,9 @@ def demo(
     return folder, said, summary
 
 
-STAGES = ["planet", "pretrain", "finetune", "same-compute", "forecast", "scores", "report"]
+STAGES = [
+    "planet", "pretrain", "finetune", "same-compute", "stripes", "forecast", "scores", "report",
+]  # fmt: skip
 REFERENCES = ("pretrained", "same_compute", "persistence", "climatology")
 
 
@@ -292,7 +294,7 @@ def test_the_demo_goes_the_whole_path_and_tells_what_came_of_it(
     demo: tuple[Path, list[str], dict[str, Any]],
 ) -> None:
     folder, said, summary = demo
-    assert said[0].startswith("0 of 5 costly stages are there; the rest takes about ")
+    assert said[0].startswith("0 of 6 costly stages are there; the rest takes about ")
     assert [text.partition(":")[0] for text in said[1:]] == STAGES
     assert not any("used again" in text for text in said)
     out = folder / "out"
@@ -306,6 +308,10 @@ def test_the_demo_goes_the_whole_path_and_tells_what_came_of_it(
     assert list(written["seconds"]) == STAGES
     assert all(seconds > 0 for seconds in written["seconds"].values())
     assert written["simulated_years_per_day"] > 0
+    stripes = written["stripes"]
+    assert stripes["layout"] == "window=2"
+    assert 0 <= stripes["agreement"] <= stripes["tolerance"] == 1e-5
+    assert f"first {stripes['steps']} steps on two stripes" in summary["text"]
     assert Path(written["picture"]).read_bytes()[:4] == b"\x89PNG"
     assert "<h1" in Path(written["report"]).read_text()
     assert Path(written["checkpoint"]) == out / "finetune" / "checkpoints" / "step-00000003"
@@ -348,13 +354,14 @@ def test_a_second_demo_uses_what_is_there_and_keeps_its_figures(
     again = run_demo(
         folder / "out", folder / "planet.zarr", settings=settings_of(), bar=quiet, say=said.append
     )
-    assert said[0].startswith("5 of 5 costly stages are there")
-    assert said[1:6] == [f"{stage}: found, used again" for stage in STAGES[:5]]
+    assert said[0].startswith("6 of 6 costly stages are there")
+    assert said[1:7] == [f"{stage}: found, used again" for stage in STAGES[:6]]
+    assert again["stripes"] == first["stripes"]
     assert json.loads((folder / "out" / "report.json").read_text())["seconds"] == again["seconds"]
     for name in ("leads", *(f"rmse_{name}" for name in ("model", *REFERENCES)), "checkpoint",
                  "simulated_years_per_day"):  # fmt: skip
         assert again[name] == first[name]
-    for stage in STAGES[:5]:
+    for stage in STAGES[:6]:
         assert again["seconds"][stage] == first["seconds"][stage]
 
 
