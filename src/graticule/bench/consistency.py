@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from graticule.bench.planet import planet_in
 from graticule.bench.rows import Row, Setting
 from graticule.config import Config
-from graticule.data.demo import write_demo_store
 from graticule.data.store import write_json
 from graticule.parallel.launch import laid_out, ranks_of
 from graticule.parallel.local import LocalRanks
@@ -60,11 +60,7 @@ def rows(setting: Setting) -> list[Row]:
     A stopped bench goes on with the runs that it does not have yet.
     """
     out = setting.out or OUT
-    store = out / "planet.zarr"
-    if not store.exists():
-        setting.say("simulating the planet")
-        with setting.bar("simulating", "samples") as progress:
-            write_demo_store(store, progress=progress)
+    store = planet_in(out, setting)
     lines = {name: _run(setting, out, name, config) for name, config in configs(store).items()}
     serial = [name for name in lines if name not in LAYOUTS]
     picture = drift_curves(list(lines.items()), serial=len(serial)).save(out)

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from graticule.bench.planet import planet_in
 from graticule.bench.rows import Row, Setting
 from graticule.config import Config
-from graticule.data.demo import write_demo_store
 from graticule.data.store import write_json
 from graticule.recipes import recipe
 from graticule.tasks import evaluate_forecast, forecast_of, trained_run
@@ -83,11 +83,7 @@ def rows(setting: Setting) -> list[Row]:
     scored is not computed again.
     """
     out = setting.out or OUT
-    store = out / "planet.zarr"
-    if not store.exists():
-        setting.say("simulating the planet")
-        with setting.bar("simulating", "samples") as progress:
-            write_demo_store(store, progress=progress)
+    store = planet_in(out, setting)
     results = [_seed(setting, store, out / f"seed-{seed}", seed) for seed in setting.seeds]
     write_json(out / "skill.json", {str(s): r for s, r in zip(setting.seeds, results, strict=True)})
 
