@@ -32,6 +32,12 @@ def test_a_row_of_errors_holds_up_to_its_goal(ours: float, holds: bool) -> None:
     assert Row(what="x", ours=ours, against=4.0, goal=0.5, at_most=True).holds is holds
 
 
+@pytest.mark.parametrize("at_most", [False, True])
+def test_a_row_without_a_goal_neither_holds_nor_fails(at_most: bool) -> None:
+    row = Row(what="x", ours=3.0, against=4.0, goal=None, at_most=at_most)
+    assert (row.ratio, row.holds) == (0.75, None)
+
+
 def test_an_unknown_bench_lists_those_that_are_there() -> None:
     with pytest.raises(ValueError, match=r"no bench 'stp'; there are .*step"):
         run("stp")

@@ -107,6 +107,7 @@ def test_every_command_is_there() -> None:
             for name in (
                 "demo",
                 "info",
+                "plan",
                 "train",
                 "forecast",
                 "evaluate",
@@ -150,6 +151,122 @@ def test_examples_of_info_run_as_they_stand(capsys: pytest.CaptureFixture[str]) 
         assert "parameters" in capsys.readouterr().out
 
 
+# Memory plans
+
+
+KEYS = {
+    "peak_gib", "peak_owner", "base_gib", "extra_compute", "offload_gib", "mode", "leads",
+    "feasible", "least_budget_gib", "cpu_seconds",
+}  # fmt: skip
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    capsys.readouterr()
+    command = ["plan", "demo", "--json", *sets("data.grid=16,32", "data.prognostic=u,v,h")]
+    assert main([*command, "--set", "train.leads=2", "--set", "data.store=", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_needs_no_store_and_says_where_each_gib_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = planned(capsys, "--out", str(tmp_path / "plan"))
+    assert set(found) >= KEYS
+    assert found["feasible"] is True
+    assert (found["leads"], found["mode"]) == (2, "best")
+    assert set(found["offload_gib"]) == {"sampling", "transformer"}
+    assert found["peak_gib"] == pytest.approx(sum(found["owners_gib"].values()))
+    assert found["peak_owner"] == max(found["owners_gib"], key=found["owners_gib"].get)
+    assert found["base_gib"] < found["least_budget_gib"] <= found["peak_gib"]
+    # Without a budget: 0.87 of the device's memory.
+    assert found["budget_gib"] == pytest.approx(0.87 * 85_520_809_984 / 2**30)
+    picture = (tmp_path / "plan" / "memory-plan.svg").read_text()
+    assert ">forward<" in picture
+    assert ">backward<" in picture
+    stored = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert stored["peak"] / 2**30 == found["peak_gib"]
+    assert stored["plan"] == found["plan"]
+
+
+def test_a_plan_keeps_to_its_budget_in_every_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    least = planned(capsys, "--no-offload")["least_budget_gib"]
+    budget = 1.3 * least * 2**30
+    found = planned(capsys, "--no-offload", "--budget", f"{budget:.0f}")
+    assert found["peak_gib"] * 2**30 <= budget
+    assert found["offload_gib"] == {"sampling": 0, "transformer": 0}
+    paper = planned(capsys, "--no-offload", "--mode", "paper")
+    assert paper["mode"] == "paper"
+    assert paper["least_budget_gib"] >= least
+
+
+def test_a_budget_that_cannot_be_met_is_refused_with_json_or_without(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["plan", "demo", *sets("data.grid=16,32", "data.prognostic=u,v,h", "data.store=")]
+    told = refused([*command, "--budget", "100KiB"], capsys)
+    assert "a budget of 102400 bytes cannot be met: the least that a plan was found for" in told
+    assert main([*command, "--budget", "100KiB", "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["feasible"] is False
+    assert found["peak_gib"] == found["least_budget_gib"] > found["budget_gib"]
+
+
+def test_the_widest_model_fits_and_a_wider_one_does_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one = ("--set", "train.leads=1", "--budget", "900KiB")
+    row = planned(capsys, "--fit", "width", "--devices", "1", *one)["rows"][0]
+    assert row["least_gib"] <= 900 / 2**20
+    # Heads as wide as the recipe's.
+    assert row["width"] == 8 * row["heads"]
+    wider = ("--set", f"model.width={row['width'] + 8}", "--set", f"model.heads={row['heads'] + 1}")
+    command = ["plan", "demo", *sets("data.grid=16,32", "data.prognostic=u,v,h", "data.store=")]
+    assert "cannot be met" in refused([*command, *one, *wider], capsys)
+
+
+def test_a_budget_changes_no_number_of_a_training_and_its_plan_is_stored(
+    store: Store, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "planned"
+    settings = sets(f"data.store={store.path}", "train.leads=2")
+    assert main(["train", "demo", "--out", str(tmp_path / "free"), *settings]) == 0
+    assert not (tmp_path / "free" / "plan.json").exists()
+    capsys.readouterr()
+    assert main(["plan", "demo", *settings, "--device", "cpu", "--json"]) == 0
+    least = json.loads(capsys.readouterr().out)["least_budget_gib"]
+    budget = f"{1.1 * least * 2**30:.0f}"
+    assert main(["train", "demo", "--out", str(out), "--budget", budget, *settings]) == 0
+    told = json.loads((out / "plan.json").read_text())
+    assert told["budget"] == int(budget) >= told["peak"]
+    actions = {s[2] for lead in told["plan"]["leads"] for s in lead["segments"]}
+    assert actions - {"keep"}
+    free, planned = read_metrics(tmp_path / "free"), read_metrics(out)
+    for key in ("loss", "lead_losses", "gradient_norm"):
+        assert [line[key] for line in planned] == [line[key] for line in free]
+    # Stored settings hold when it goes on; its plan is used again as it is.
+    (out / "plan.json").write_text(json.dumps({**told, "words": ["as it was"]}))
+    resume = ["train", "demo", "--out", str(out), "--resume"]
+    assert main([*resume, "--set", "train.steps=3"]) == 0
+    again = json.loads((out / "plan.json").read_text())
+    assert again == {**told, "words": ["as it was"]}
+    # Another budget: another plan.
+    assert main([*resume, "--set", "train.steps=4", "--set", "memory.budget=1GiB"]) == 0
+    wide = json.loads((out / "plan.json").read_text())
+    assert wide["budget"] == 2**30
+    assert wide["peak"] > told["budget"]
+
+
+def test_a_training_that_cannot_keep_to_its_budget_never_starts(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "refused"
+    command = ["train", "demo", "--out", str(out), *sets(f"data.store={store.path}")]
+    told = refused([*command, "--budget", "10KiB"], capsys)
+    assert "cannot be met" in told
+    assert list(out.iterdir()) == []
+    assert "write a size above 0" in refused([*command, "--budget", "tiny"], capsys)
+
+
 # One line and exit code 2
 
 
@@ -185,7 +302,7 @@ def test_examples_of_info_run_as_they_stand(capsys: pytest.CaptureFixture[str]) 
         (["evaluate", "none.zarr"], "none.zarr: no forecast there"),
         (
             ["bench", "stp"],
-            "no bench 'stp'; there are consistency, loader, overhead, skill, step, store, windows",
+            "no bench 'stp'; there are consistency, loader, memory-best, memory-paper,",
         ),
         (["demo", "--set", "train.stepz=2"], "did you mean train.steps?"),
     ],

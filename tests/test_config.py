@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -193,7 +194,7 @@ def test_a_setting_of_another_shape_is_told_the_right_one(setting: str) -> None:
         ("train.steps=", r"train\.steps='': .*integer"),
         ("train.steps=none", r"train\.steps=None: .*integer"),
         ("train.steps=[3]", r"train\.steps=\[3\]: .*integer"),
-        ("train.precision=fp8", r"train\.precision='fp8': .* be 'fp32', 'bf16' or 'fp16'"),
+        ("train.precision=fp8", r"train\.precision='fp8': .* be 'fp32', 'bf16', 'fp16' or 'paper'"),
         ("train.betas=0.9", r"train\.betas=\[0\.9\]: .*\(it holds tuple\[float, float\]\)"),
         ("train.betas=1,2,3", r"train\.betas=\[1, 2, 3\]: .*at most 2"),
         ("train.betas=(0.9,0.9)", r"train\.betas='\(0\.9': .*number"),
@@ -290,10 +291,22 @@ def test_a_split_to_be_found_is_one_among_ragged_windows() -> None:
         after("mesh.window=4", "mesh.fixed_windows=2,2", "mesh.sequence=0")
 
 
-def test_a_memory_budget_is_refused_and_not_ignored() -> None:
-    message = r"memory\.budget=40GiB: this version does not plan memory; leave it empty"
-    with pytest.raises(ValueError, match=message):
-        after("memory.budget=40GiB")
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("40GiB", 40 * 2**30), ("1.5 GiB", 3 * 2**29), ("800MiB", 800 * 2**20),
+        ("85GB", 85 * 10**9), ("512KiB", 2**19), ("4096", 4096), ("", None),
+    ],
+)  # fmt: skip
+def test_a_memory_budget_is_a_size_with_its_unit(text: str, size: int | None) -> None:
+    assert after(f"memory.budget={text}").memory.budget_bytes == size
+
+
+@pytest.mark.parametrize("text", ["40 gigs", "-1GiB", "0", "GiB", "4e9"])
+def test_a_budget_that_is_no_size_is_refused(text: str) -> None:
+    message = f"memory.budget={text}: write a size above 0, such as 40GiB, 800MiB or 85GB"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        after(f"memory.budget={text}")
 
 
 def test_norm_groups_do_not_matter_without_sampling_modules() -> None:
@@ -329,6 +342,7 @@ def changed(value: Any, path: str) -> list[Any]:
         "train.schedule": ["constant"], "train.precision": ["bf16"], "train.betas": [[0.9, 0.9]],
         "train.ema_decay": [0.5], "forecast.split": ["train"], "forecast.weights": ["last"],
         "evaluate.climatology": ["all", "month"], "evaluate.region": [[0, 1, 2, 3]],
+        "memory.budget": ["40GiB"], "memory.mode": ["paper", "full", "none"],
     }  # fmt: skip
     if path in special:
         return special[path]
@@ -339,7 +353,7 @@ def changed(value: Any, path: str) -> list[Any]:
     return [["x"], ["x", "y"]] if isinstance(value, list) else ["x"]
 
 
-ONE_VALUE_ONLY = {"model.family", "mesh.member", "memory.budget"}
+ONE_VALUE_ONLY = {"model.family", "mesh.member"}
 
 
 def test_the_fingerprint_changes_with_any_value_of_any_section() -> None:

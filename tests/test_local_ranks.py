@@ -132,3 +132,18 @@ def test_gather_scatter_sum_and_sum_are_what_they_say_and_count_their_bytes():
             assert scattered == ([10, 12] if rank == 0 else [-10, -12])
             assert summed == [10, 12]
             assert sent == {"g": 8, "s": 8, "a": 8}
+
+
+def _sums(count: int) -> list[torch.Tensor]:
+    link = Link(dist.group.WORLD)
+    ours = torch.randn(count, generator=torch.Generator().manual_seed(link.rank))
+    return [ours.clone(), link.sum(ours, "a")]
+
+
+@pytest.mark.parametrize("count", [1, 7, 4096, 4097])
+def test_few_and_many_numbers_have_the_same_sum_on_all_ranks(count: int):
+    with LocalRanks(3) as ranks:
+        each = ranks.run(_sums, count)
+    want = sum(ours.double() for ours, _ in each)
+    assert all(torch.equal(got, each[0][1]) for _, got in each)
+    assert torch.allclose(each[0][1].double(), want, atol=1e-6)

@@ -345,7 +345,7 @@ def test_the_trace_holds_the_steps_and_their_named_ranges(profiled: Path) -> Non
     steps, micro_batches, leads = 3, 2, 2
     for lead in (1, 2):
         assert names.count(f"forward lead {lead}") == steps * micro_batches
-    assert names.count("backward") == steps * micro_batches
+    assert names.count("backward") == steps * micro_batches * leads
     assert names.count("optimizer") == steps
     assert names.count("copy") == steps * micro_batches * (1 + 2 * leads)
     # One for each micro-batch and lead, and one that hears that there is no more.

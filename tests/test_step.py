@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from graticule.train.loss import LossWeights
+from graticule.train.objective import Objective
 from graticule.train.optimizer import Average
-from graticule.train.step import LossScale, Objective, training_step
+from graticule.train.step import LossScale, training_step
 
 
 class Batch:

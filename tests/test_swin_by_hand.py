@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from graticule.train.loss import LossWeights
-from graticule.train.step import Objective, training_step
+from graticule.train.objective import Objective
+from graticule.train.step import training_step
 from test_swin import field, small
 
 

@@ -7,6 +7,7 @@ shards what is left of each. Memory comes last, when it is known how little of i
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,26 @@ from graticule.parallel.routes import route_windows
 from graticule.parallel.space import stripe
 from graticule.parallel.tensor import split_tensors
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """What `train.precision` says of dtypes; master weights are float32 in all.
+
+    compute: of activations, and of the weights that meet them. stream: of the residual stream.
+    fields: of states, forcing and labels.
+    """
+
+    compute: torch.dtype
+    stream: torch.dtype
+    fields: torch.dtype = torch.float32
+
+
+PRECISIONS = {
+    "fp32": Precision(compute=torch.float32, stream=torch.float32),
+    "bf16": Precision(compute=torch.bfloat16, stream=torch.bfloat16),
+    "fp16": Precision(compute=torch.float16, stream=torch.float16),
+    "paper": Precision(compute=torch.float16, stream=torch.float32, fields=torch.float16),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +138,9 @@ def _unplaced(config: Config, shapes: Shapes, dtype: torch.dtype) -> Swin:
     """The configured model with its parameters on `meta` and its index maps in memory."""
     model = config.model
     newest = (shapes.num_inputs - 1) * shapes.num_prognostic
-    compute = PRECISIONS[config.train.precision] if dtype is torch.float32 else dtype
+    precision = PRECISIONS[config.train.precision]
+    if dtype is not torch.float32:
+        precision = Precision(compute=dtype, stream=dtype, fields=dtype)
     with torch.device("meta"):
         return Swin(
             grid=shapes.grid,
@@ -137,7 +159,8 @@ def _unplaced(config: Config, shapes: Shapes, dtype: torch.dtype) -> Swin:
             bias_table=model.bias_table,
             boundary=model.boundary,
             padded_shape=model.padded_shape,
-            compute_dtype=compute,
+            compute_dtype=precision.compute,
+            stream_dtype=precision.stream,
         ).to(dtype=dtype)
 
 
@@ -174,9 +197,11 @@ def assemble(
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
+    place: Callable[[nn.Module], None] | None = None,
 ) -> Running:
     """The configured model with its initial weights, laid out over the ranks of `mesh`.
 
+    place: gives the weights, on `meta`, their memory; None: on `device`, with initial values.
     All ranks call it together. ValueError where a layout does not suit the model.
     """
     settings = config.mesh
@@ -203,7 +228,10 @@ def assemble(
         route_windows(model, topology, stripes, link, sequence)
         links += [sequence, split_tensors(model, mesh)]
     shard_weights(model, mesh, settings, model.compute_dtype)
-    materialise(model, config.train.seed, device)
+    if place is None:
+        materialise(model, config.train.seed, device)
+    else:
+        place(model)
     shared = SharedWeights(model, mesh)
     links += shared.links.values()
     return Running(model=model, mesh=mesh, stripes=stripes, shared=shared, links=tuple(links))

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import re
 import typing
 from dataclasses import dataclass, field
 from functools import cache
@@ -240,8 +241,9 @@ class TrainConfig:
     ema_decay: float = 0.0
     """Exponential moving average of the weights; 0: none. Step n uses at most
     (1 + n) / (10 + n), so that a short run forgets its random start."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of activations and of the weights they meet; master weights stay in float32."""
+    precision: Literal["fp32", "bf16", "fp16", "paper"] = "fp32"
+    """Of activations and of the weights they meet; master weights stay in float32. `paper`: as
+    TERRA was trained, fp16 with a float32 residual stream between float16 fields."""
     roll_longitude: bool = False
     """Turn each sample by a random number of grid points in longitude. Only right where
     nothing but the fields tells longitudes apart: no land, no statics."""
@@ -295,13 +297,24 @@ class MemoryConfig:
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID
 
     budget: str = ""
-    """Such as `40GiB`; empty: no budget."""
+    """What a step may hold on the device, such as `40GiB`; empty: no limit. A run that cannot
+    keep to it is refused before it starts."""
+    mode: Literal["best", "paper", "full", "none"] = "best"
+    """Which plan: `best` the cheapest in predicted time that meets the budget (without one,
+    everything is kept); `paper` as published for TERRA (Eq. 5, Algorithm 2); `full` each unit of
+    the model recomputed by itself; `none` everything kept."""
+    offload: bool = True
+    """Whether boundaries of recomputed units may wait on the host."""
+    folder: str = ""
+    """On a local disk, where they wait then; empty: in host memory."""
 
     def __post_init__(self) -> None:
-        _require(
-            self.budget == "",
-            f"memory.budget={self.budget}: this version does not plan memory; leave it empty",
-        )
+        if self.budget:
+            bytes_of(self.budget, "memory.budget")
+
+    @property
+    def budget_bytes(self) -> int | None:
+        return bytes_of(self.budget, "memory.budget") if self.budget else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,6 +380,19 @@ class Config:
         """16 hexadecimal digits that change with any value of any section."""
         # Through the checked types: `clip_norm=1` and `clip_norm=1.0` are one configuration.
         return fingerprint(from_dict(self.to_dict()).to_dict())
+
+
+def bytes_of(text: str, name: str) -> int:
+    """`40GiB`, `800 MiB`, `85.9GB` or a plain number of bytes. name: whose value it is."""
+    units = {"": 1, "B": 1} | {
+        f"{letter}{kind}": base**power
+        for power, letter in enumerate("KMGT", 1)
+        for kind, base in (("iB", 1024), ("B", 1000))
+    }
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if not found or found[2] not in units or float(found[1]) <= 0:
+        raise ValueError(f"{name}={text}: write a size above 0, such as 40GiB, 800MiB or 85GB")
+    return int(float(found[1]) * units[found[2]])
 
 
 def fingerprint(value: Any) -> str:

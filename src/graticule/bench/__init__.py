@@ -4,7 +4,17 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from graticule.bench import consistency, loader, overhead, skill, step, store, windows
+from graticule.bench import (
+    consistency,
+    loader,
+    memory_best,
+    memory_paper,
+    overhead,
+    skill,
+    step,
+    store,
+    windows,
+)
 from graticule.bench.environment import environment
 from graticule.bench.rows import Row, Setting
 
@@ -22,6 +32,8 @@ class Bench:
 BENCHES = {
     "consistency": Bench(consistency.TITLE, consistency.rows),
     "loader": Bench(loader.TITLE, loader.rows),
+    "memory-best": Bench(memory_best.TITLE, memory_best.rows),
+    "memory-paper": Bench(memory_paper.TITLE, memory_paper.rows),
     "overhead": Bench(overhead.TITLE, overhead.rows),
     "skill": Bench(skill.TITLE, skill.rows),
     "step": Bench(step.TITLE, step.rows),

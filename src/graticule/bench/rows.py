@@ -28,23 +28,30 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """what: the row's name. ours, against: medians in `unit`. goal: the ratio that is wanted.
+    """what: the row's name. ours, against: medians in `unit`. goal: the ratio that is wanted;
+    None: no ratio is, and nothing holds or fails.
 
     at_most: the goal is the largest ratio that holds (errors), not the least (rates).
+    within: how far from the goal the ratio may be, either way; None: as far as it likes.
     note: what a reader must know to trust the figures.
     """
 
     what: str
     ours: float
     against: float
-    goal: float
+    goal: float | None
     unit: str = ""
     note: str = ""
     at_most: bool = False
+    within: float | None = None
     ratio: float = field(init=False)
-    holds: bool = field(init=False)
+    holds: bool | None = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", self.ours / self.against)
-        holds = self.ratio <= self.goal if self.at_most else self.ratio >= self.goal
+        holds = None
+        if self.goal is not None and self.within is not None:
+            holds = abs(self.ratio - self.goal) <= self.within
+        elif self.goal is not None:
+            holds = self.ratio <= self.goal if self.at_most else self.ratio >= self.goal
         object.__setattr__(self, "holds", holds)

@@ -16,8 +16,9 @@ from graticule.config import Config, ModelConfig, TrainConfig
 from graticule.mesh import Mesh
 from graticule.model.layers import dense
 from graticule.train.loss import LossWeights
+from graticule.train.objective import Objective
 from graticule.train.optimizer import make_optimizer
-from graticule.train.step import Objective, training_step
+from graticule.train.step import training_step
 
 TITLE = (
     "model FLOP/s of a training step (128 x 256, 23 channels, patch 2, width 256, 4 blocks,"
@@ -39,7 +40,7 @@ def rows(setting: Setting) -> list[Row]:
 
 def _row(precision: str, say: Callable[[str], None]) -> Row:
     step, flops = _training_step(precision)
-    product = _product(PRECISIONS[precision])
+    product = _product(PRECISIONS[precision].compute)
     say(f"{precision}: warming up")
     step()
     first = _seconds(product)
@@ -62,7 +63,7 @@ def _row(precision: str, say: Callable[[str], None]) -> Row:
 def _note(precision: str, repeats: int) -> str:
     note = f"medians of {repeats}"
     widened = dense(lambda x: torch.tensor(x.dtype is torch.float32, dtype=x.dtype),
-                    torch.zeros(1, dtype=PRECISIONS[precision])).item()  # fmt: skip
+                    torch.zeros(1, dtype=PRECISIONS[precision].compute)).item()  # fmt: skip
     if widened and precision != "fp32":
         note += (
             "; this CPU has no 16-bit matrix kernels: the model widens its rounded operands to"

@@ -156,6 +156,8 @@ def run_train(options: argparse.Namespace) -> int:
     from graticule.tasks import record_stage
     from graticule.train.trainer import Stopped, train
 
+    if options.budget:
+        options.set.append(f"memory.budget={options.budget}")
     with processes(options.device) as options.here:
         config, first = _config(options), options.here.speaks
         out = Path(options.out or f"runs/{config.name}")
@@ -354,13 +356,20 @@ def run_bench(options: argparse.Namespace) -> int:
     result = run(options.name, setting)
     lines = [
         f"{row['what']:12} ours {row['ours']:10.4g}  against {row['against']:10.4g} {row['unit']}"
-        f"  ratio {row['ratio']:.3f}  goal {'<=' if row['at_most'] else '>='} {row['goal']:g}"
-        f"  {'holds' if row['holds'] else 'missed'}"
-        f"\n             {row['note']}"
+        f"  ratio {row['ratio']:.3f}  {_goal(row)}\n             {row['note']}"
         for row in result["rows"]
     ]
     print_result(options, result, lambda: "\n".join(lines))
     return 0
+
+
+def _goal(row: dict[str, Any]) -> str:
+    if row["goal"] is None:
+        return "no goal"
+    sign, verdict = "<=" if row["at_most"] else ">=", "holds" if row["holds"] else "missed"
+    if row["within"] is not None:
+        return f"goal {row['goal']:g} +- {row['within']:g}  {verdict}"
+    return f"goal {sign} {row['goal']:g}  {verdict}"
 
 
 def _config(options: argparse.Namespace) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import graticule
 from graticule.cli import commands
+from graticule.cli.plan import run_plan
 
 Command = Callable[[argparse.Namespace], Any]
 
@@ -183,6 +184,32 @@ def build_parser() -> Parser:
     )  # fmt: skip
     info.add_argument("recipe", metavar="RECIPE")
 
+    plan = add(
+        top, "plan", run_plan,
+        "What a training step will hold and the plan that keeps it within a budget; needs no"
+        " accelerator and no other process.",
+        ("graticule plan demo-finetune --device cpu --budget 16MiB",
+         "graticule plan wenhai-small --set mesh.window=2 --set train.leads=10 --device h100-80"
+         " --out plans/small",
+         "graticule plan wenhai-small --set train.leads=10 --fit width --devices 1,2,4,8 --json"),
+        sets=True,
+    )  # fmt: skip
+    plan.add_argument("recipe", metavar="RECIPE", help="a name, or a run's config.json")
+    plan.add_argument("--ranks", type=int, metavar="N",
+                      help="processes in all (default: mesh.* with one data rank)")  # fmt: skip
+    plan.add_argument("--device", default="h100-80", metavar="NAME",
+                      help="whose memory and rates (default h100-80); cpu is measured")  # fmt: skip
+    plan.add_argument("--budget", metavar="SIZE",
+                      help="such as 40GiB (default: 0.87 of the device's memory)")  # fmt: skip
+    plan.add_argument("--mode", choices=("best", "paper", "full", "none"),
+                      help="as memory.mode")  # fmt: skip
+    plan.add_argument("--no-offload", action="store_true", help="no boundaries on the host")
+    plan.add_argument("--fit", choices=("width",),
+                      help="the largest model.width that fits, heads in proportion")  # fmt: skip
+    plan.add_argument("--devices", metavar="N,N,...",
+                      help="with --fit: numbers of devices that share a sample")  # fmt: skip
+    plan.add_argument("--out", metavar="FOLDER", help="for plan.json and a picture of the step")
+
     train = add(
         top, "train", commands.run_train, "Train or fine-tune.",
         ("graticule train demo --out runs/first",
@@ -199,6 +226,8 @@ def build_parser() -> Parser:
     train.add_argument("--out", help="folder of the run (default runs/RECIPE)")
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     train.add_argument("--device", help="of torch (default: a GPU if there is one)")
+    train.add_argument("--budget", metavar="SIZE",
+                       help="of a step's memory, such as 40GiB; as memory.budget")  # fmt: skip
     train.add_argument("--profile", type=int, metavar="N",
                        help="show where the time and memory of N steps went")  # fmt: skip
 

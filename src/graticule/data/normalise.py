@@ -24,6 +24,7 @@ class Normaliser(nn.Module):
 
     normalised = (value - mean) / std; land, and whatever has no value, is 0. A channel without
     spread is 0 everywhere and comes back as its constant. rows, columns: the part of the grid.
+    dtype: of normalised values, which are computed in float32.
     """
 
     mean: Tensor
@@ -43,8 +44,10 @@ class Normaliser(nn.Module):
         *,
         rows: slice = slice(None),
         columns: slice = slice(None),
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        self.dtype = dtype
         names = [store.channels.names[i] for i in channels]
         mean, std = statistics.aligned(names)
 
@@ -77,16 +80,16 @@ class Normaliser(nn.Module):
         self._pool = Pool()
 
     def forward(self, stored: Tensor) -> Tensor:
-        """(..., channel, lat, lon) stored numbers to float32 normalised ones, without NaN.
+        """(..., channel, lat, lon) stored numbers to normalised ones, without NaN.
 
-        On a CPU one pass over the memory; the result's memory is used again once nobody holds
-        the result.
+        On a CPU one pass over the memory; the memory of a float32 result is used again once nobody
+        holds the result.
         """
         if stored.device.type == "cpu":
-            return self._in_blocks(stored)
+            return self._in_blocks(stored).to(self.dtype)
         present = stored != LAND if self.packed else torch.isfinite(stored)
         values = torch.addcmul(self._rest, stored.float() - self._centre, self._gain)
-        return torch.where(present & self.wet & ~self._constant, values, 0.0)
+        return torch.where(present & self.wet & ~self._constant, values, 0.0).to(self.dtype)
 
     def _in_blocks(self, stored: Tensor) -> Tensor:
         """The same numbers, a block at a time, each operation in the place of the one before."""

@@ -1,9 +1,40 @@
-"""The rollout: one generator over leads for training, forecasting and the memory trace alike."""
+"""The rollout: what training, forecasting and the memory trace do with a model, lead by lead."""
 
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+
+
+def model_input(states: Tensor, forcing: Tensor, statics: Tensor) -> Tensor:
+    """(batch, in_channel, lat, lon): the states (oldest first), the forcing and the statics.
+
+    states: (batch, input offset, prognostic channel, lat, lon). forcing: (batch, offset, channel,
+    lat, lon). statics: (channel, lat, lon). A view where the states are all there is.
+    """
+    parts = [
+        states.flatten(1, 2),
+        forcing.flatten(1, 2),
+        statics.expand(len(states), *statics.shape),
+    ]
+    parts = [part for part in parts if part.shape[1]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def at_sea(output: Tensor, wet: Tensor) -> Tensor:
+    """A model's output -> (batch, output offset, predicted channel, lat, lon), 0 on land.
+
+    wet: (predicted channel, lat, lon) bool.
+    """
+    return torch.where(wet, output.unflatten(1, (-1, wet.shape[0])), 0.0)
+
+
+def next_states(states: Tensor, predicted: Tensor, num_prognostic: int) -> Tensor:
+    """The newest states after a lead, as many as before; a step may yield fewer or more."""
+    history = states.shape[1]
+    fed_back = predicted[:, -history:, :num_prognostic]
+    old = history - fed_back.shape[1]
+    return torch.cat([states[:, -old:], fed_back], dim=1) if old else fed_back
 
 
 def rollout(
@@ -15,30 +46,19 @@ def rollout(
     *,
     leads: int,
     num_prognostic: int,
-    detach: bool = False,
 ) -> Iterator[Tensor]:
     """Yield the normalised prediction of leads 1, 2, ..., `leads` (TERRA, Eq. 1).
 
     step: the model, (batch, in_channel, lat, lon) -> (batch, output offset x predicted channel,
-        lat, lon). Its input is the states (oldest first), the forcing and the statics.
+        lat, lon).
     inputs: (batch, input offset, prognostic channel, lat, lon), land 0.
     forcing: called with the lead before it is computed; (batch, offset, channel, lat, lon).
     statics: (channel, lat, lon).
     wet: (predicted channel, lat, lon) bool; predictions on land are 0.
-    detach: the state fed back is a constant: the gradient stays within each lead.
-    Yields (batch, output offset, predicted channel, lat, lon), differentiable.
+    Yields (batch, output offset, predicted channel, lat, lon).
     """
-    batch, history = inputs.shape[:2]
-    fixed = statics.expand(batch, *statics.shape)
     states = inputs
     for lead in range(1, leads + 1):
-        given = forcing(lead).flatten(1, 2)
-        predicted = step(torch.cat([states.flatten(1, 2), given, fixed], dim=1))
-        predicted = predicted.unflatten(1, (-1, wet.shape[0]))
-        predicted = torch.where(wet, predicted, 0.0)
+        predicted = at_sea(step(model_input(states, forcing(lead), statics)), wet)
         yield predicted
-        fed_back = predicted[:, :, :num_prognostic]
-        if detach:
-            fed_back = fed_back.detach()
-        # The newest `history` states; a step may yield fewer or more than that.
-        states = torch.cat([states, fed_back], dim=1)[:, -history:]
+        states = next_states(states, predicted, num_prognostic)

@@ -7,6 +7,7 @@ after the step:
 
 parameters, ...  what the caller names (`owned`), before or after the step
 gradients        what was accumulated for a parameter
+gathered weights what is resized: sharded parameters while they are whole
 inputs           what came from outside: an operation met it and none had made it. Fields and
                  labels as the loader reads them, and their copies on the device
 activations      made outside the backward pass and alive in it: what it has to keep
@@ -18,6 +19,7 @@ adds up two gradients of one tensor into a third instead of in place. Hence exac
 of tensors on any device, and on a GPU less than the allocator's peak.
 """
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,11 +31,38 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 GRADIENTS, INPUTS, ACTIVATIONS, TEMPORARIES = "gradients", "inputs", "activations", "temporaries"
+GATHERED, ELSEWHERE = "gathered weights", "elsewhere"
 T = TypeVar("T")
+Mark = tuple[Any, ...]
+
+_tracker: "_Tracker | None" = None
+"""The one that looks on."""
+
+
+def mark(name: Mark) -> None:
+    """Note this moment in the trace that is being taken; without one, nothing."""
+    if _tracker is not None:
+        _tracker.marks.append((name, _tracker.events))
+
+
+def own(name: str, tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Name the owner of storages in the trace that is being taken: bytes of each by a number of
+    its own. It leaves a mark ("freed", number) when it goes. Without a trace, nothing."""
+    return {} if _tracker is None else _tracker.watch(name, tensors)
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """A range that a profiler shows, and whose ends a trace has as marks (name, begins)."""
+    mark((name, True))
+    with record_function(name):
+        yield
+    mark((name, False))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -44,11 +73,13 @@ class MemoryTrace:
     seconds: (event,) since the step began; event 0 is what was there before. The tracker's own
         time is in them: they order events and do not time them.
     alive: (event, owner) int64 bytes.
+    marks: (name, the event that was the last one before it), in order.
     """
 
     owners: tuple[str, ...]
     seconds: np.ndarray
     alive: np.ndarray
+    marks: tuple[tuple[Mark, int], ...] = ()
 
     @property
     def peak(self) -> int:
@@ -80,8 +111,12 @@ def trace_memory(
     owned: Callable[[], Mapping[str, Iterable[Tensor]]],
     *,
     device: torch.device | str = "cpu",
+    elsewhere: Callable[[], Iterable[Tensor]] = tuple,
 ) -> tuple[T, MemoryTrace]:
     """Call `step` once; its result, and what it held on `device`.
+
+    elsewhere: tensors that stand for another memory than that of `device` (where boundaries are
+        offloaded to on a CPU), asked before and after the step; they are left out.
 
     owned: tensors by owner, asked before and after the step; of two owners of one storage the
         first counts. The gradients of those named `parameters` are found by themselves.
@@ -90,11 +125,24 @@ def trace_memory(
     with it.
     """
     tracker = _Tracker(torch.device(device))
+    tracker.own(ELSEWHERE, elsewhere())
     parameters, names = tracker.own_all(owned())
-    with _gradients_of(parameters, tracker), _resizes(tracker), tracker:
+    with _gradients_of(parameters, tracker), _resizes(tracker), _looks_on(tracker), tracker:
         result = step()
+    tracker.own(ELSEWHERE, elsewhere())
     names += tracker.own_all(owned())[1]
     return result, tracker.trace(names)
+
+
+@contextmanager
+def _looks_on(tracker: "_Tracker") -> Iterator[None]:
+    global _tracker
+    assert _tracker is None, "one trace at a time"
+    _tracker = tracker
+    try:
+        yield
+    finally:
+        _tracker = None
 
 
 @contextmanager
@@ -136,10 +184,10 @@ def _resizes(tracker: "_Tracker") -> Iterator[None]:
 class _Storage:
     """One storage. backward_ops: how many operations of backward passes had run at its birth."""
 
-    __slots__ = ("backward_ops", "born_in_backward", "owner", "size", "weak")
+    __slots__ = ("backward_ops", "born_in_backward", "number", "owner", "size", "weak")
 
     def __init__(self, owner: str | None, born_in_backward: bool, backward_ops: int) -> None:
-        self.owner, self.size = owner, 0
+        self.owner, self.size, self.number = owner, 0, 0
         self.born_in_backward, self.backward_ops = born_in_backward, backward_ops
         self.weak: weakref.ref[torch.UntypedStorage] | None = None
 
@@ -153,6 +201,13 @@ class _Tracker(TorchDispatchMode):
         self._changes: list[tuple[float, _Storage, int]] = []
         self._backward_ops = 0
         self._began: float | None = None
+        self.marks: list[tuple[Mark, int]] = []
+        self._numbers = itertools.count(1)
+
+    @property
+    def events(self) -> int:
+        """How many there were."""
+        return len(self._changes)
 
     def __enter__(self) -> "_Tracker":
         self._began = time.perf_counter()
@@ -161,6 +216,8 @@ class _Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # a fake tensor is asked where it is
+            return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         # `torch.tensor` hands in what it has just made: nothing from outside.
         if func is not torch.ops.aten.lift_fresh.default:
@@ -169,7 +226,7 @@ class _Tracker(TorchDispatchMode):
         made = func(*args, **kwargs)
         in_backward = torch._C._current_graph_task_id() != -1
         self._backward_ops += in_backward
-        to_device = func is torch.ops.aten._to_copy.default and given[0].device != self._device
+        to_device = func is torch.ops.aten._to_copy.default and _device_of(given[0]) != self._device
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor):
                 self._meet(tensor, INPUTS if to_device else None, in_backward)
@@ -184,16 +241,27 @@ class _Tracker(TorchDispatchMode):
         self.own(GRADIENTS, [p.grad for p in parameters if p.grad is not None])
         return parameters, [*named, GRADIENTS]
 
-    def own(self, name: str, tensors: Iterable[Tensor]) -> None:
+    def own(self, name: str, tensors: Iterable[Tensor]) -> list[_Storage]:
         """Name the owner of storages that have none yet."""
-        for tensor in tensors:
-            storage = self._meet(tensor, name)
-            if storage is not None and storage.owner is None:
+        met = [storage for tensor in tensors if (storage := self._meet(tensor, name))]
+        for storage in met:
+            if storage.owner is None or name == ELSEWHERE:
                 storage.owner = name
+        return met
+
+    def watch(self, name: str, tensors: Iterable[Tensor]) -> dict[int, int]:
+        """The same; bytes of each by its number, which is marked when it goes."""
+        watched = {}
+        for storage in self.own(name, tensors):
+            storage.number = storage.number or next(self._numbers)
+            watched[storage.number] = storage.size
+        return watched
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         known = self._alive.get(id(storage))
         if known is not None and known.size != storage.nbytes():
+            if known.owner in (None, INPUTS):
+                known.owner = GATHERED
             self._change(known, storage.nbytes() - known.size)
 
     def trace(self, names: Iterable[str]) -> MemoryTrace:
@@ -202,23 +270,32 @@ class _Tracker(TorchDispatchMode):
             self._settle(storage)
             storage.weak = None
         self._alive.clear()
-        owners = tuple(dict.fromkeys([*names, INPUTS, ACTIVATIONS, TEMPORARIES]))
+        # The last three are always there, others that nobody named only where there is any.
+        last = (INPUTS, ACTIVATIONS, TEMPORARIES)
+        more = {storage.owner or TEMPORARIES for _, storage, _ in self._changes}
+        owners = tuple(dict.fromkeys([*names, *sorted(more - {*last, ELSEWHERE}), *last]))
         column = {name: index for index, name in enumerate(owners)}
         steps = np.zeros((len(self._changes) + 1, len(owners)), np.int64)
         for event, (_, storage, size) in enumerate(self._changes, start=1):
-            steps[event, column[storage.owner or TEMPORARIES]] = size
+            if storage.owner != ELSEWHERE:
+                steps[event, column[storage.owner or TEMPORARIES]] = size
         seconds = np.array([0.0, *(at for at, _, _ in self._changes)])
         # What was there before is one event, the last of those at 0.
         first = int((seconds <= 0).sum()) - 1
         return MemoryTrace(
-            owners=owners, seconds=seconds[first:], alive=np.cumsum(steps, axis=0)[first:]
+            owners=owners,
+            seconds=seconds[first:],
+            alive=np.cumsum(steps, axis=0)[first:],
+            marks=tuple((name, event - first) for name, event in self.marks),
         )
 
     def _meet(
         self, tensor: Tensor, owner: str | None, in_backward: bool = False
     ) -> _Storage | None:
         """The storage of a tensor, new or known; None if it is not on the device."""
-        if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
+        # A sharded tensor is a shell, whose storage has the whole shape and no memory.
+        tensor = getattr(tensor, "_local_tensor", tensor)
+        if _device_of(tensor).type != self._device.type or tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
         key = id(storage)
@@ -235,6 +312,8 @@ class _Tracker(TorchDispatchMode):
         storage = self._alive.pop(key)
         self._settle(storage)
         self._change(storage, -storage.size)
+        if storage.number:
+            self.marks.append((("freed", storage.number), self.events))
 
     def _settle(self, storage: _Storage) -> None:
         lived_on = self._backward_ops > storage.backward_ops
@@ -245,3 +324,8 @@ class _Tracker(TorchDispatchMode):
         at = 0.0 if self._began is None else time.perf_counter() - self._began
         storage.size += size
         self._changes.append((at, storage, size))
+
+
+def _device_of(tensor: Tensor) -> torch.device:
+    # A fake tensor's own `device` is an operation, a millisecond each.
+    return getattr(tensor, "fake_device", None) or tensor.device

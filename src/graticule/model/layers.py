@@ -1,16 +1,23 @@
 """Layers that look at one token (or get what they need padded): weights, casts, initial values.
 
 Master weights are float32. A layer casts them to the dtype of its input, explicitly, through one
-method, `weights`: the place where sampled or sharded weights come in.
+method, `weights`: the place where sampled or sharded weights come in. Where the residual stream is
+wider than what is computed, layers cast their input too, `operands`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+T = TypeVar("T")
 
 
 @cache
@@ -23,6 +30,66 @@ def _native(dtype: torch.dtype) -> bool:
     return dtype not in known or bool(known[dtype]())
 
 
+_imitated = ""
+
+
+@contextmanager
+def imitating(kind: str) -> Iterator[None]:
+    """Choose on tensors without values what a device of this kind (`cpu`, `cuda`) would choose."""
+    global _imitated
+    before, _imitated = _imitated, kind
+    try:
+        yield
+    finally:
+        _imitated = before
+
+
+def kind_of(tensor: Tensor) -> str:
+    """The kind of device whose kernels and sizes a tensor meets."""
+    return _imitated or tensor.device.type
+
+
+def few(parts: Iterable[T]) -> Iterator[T]:
+    """Parts that take the same memory one after another: all, or two where values do not matter."""
+    return islice(iter(parts), 2 if _imitated else None)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> Tensor:
+    """Scaled dot product attention over (..., token, dim); added: to the scores, if anything."""
+    if _imitated == "cuda":
+        return _GpuAttention.apply(q, k, v, *added)
+    return F.scaled_dot_product_attention(q, k, v, *added)  # type: ignore[arg-type]
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, *added: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same as it is written, with the softmax in `dtype` and all scores kept."""
+    scores = dense(torch.matmul, q * q.shape[-1] ** -0.5, k.transpose(-2, -1))
+    for each in added:
+        scores = scores + each
+    return dense(torch.matmul, scores.softmax(-1, dtype=dtype).to(v.dtype), v)
+
+
+class _GpuAttention(torch.autograd.Function):
+    """The memory that a GPU's fused kernel takes: it keeps operands, result and a number a query,
+    and gives the gradient of what was added for every window."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32), *added)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, _, _, *added = ctx.saved_tensors
+        grads: list[Tensor | None] = [torch.empty_like(x) for x in (q, k, v)]
+        for bias in added:
+            scores = q.new_empty(*q.shape[:-1], k.shape[-2])
+            grads.append(scores.sum_to_size(bias.shape) if ctx.needs_input_grad[3] else None)
+        return tuple(grads)
+
+
 def dense(operation: Callable[..., Tensor], *operands: Tensor) -> Tensor:
     """operation(*operands), all of one dtype, accumulated in float32 and rounded once at the end.
 
@@ -31,7 +98,7 @@ def dense(operation: Callable[..., Tensor], *operands: Tensor) -> Tensor:
     same products and sums, a copy dearer.
     """
     dtype = operands[0].dtype
-    if operands[0].device.type != "cpu" or _native(dtype):
+    if kind_of(operands[0]) != "cpu" or _native(dtype):
         return operation(*operands)
     return operation(*(operand.float() for operand in operands)).to(dtype)
 
@@ -41,6 +108,13 @@ class Layer(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter
+    input_dtype: torch.dtype | None = None
+    """What an input is cast to before anything else; None: it stays as it is."""
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(input, weight, bias) as the computation uses them, of one dtype."""
+        x = x if self.input_dtype is None else x.to(self.input_dtype)
+        return x, *self.weights(x.dtype)
 
     def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(weight, bias) as the computation uses them."""
@@ -67,7 +141,7 @@ class Linear(Layer):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return dense(F.linear, x, *self.weights(x.dtype))
+        return dense(F.linear, *self.operands(x))
 
 
 class Conv(Layer):
@@ -95,7 +169,7 @@ class Conv(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         convolve = partial(F.conv2d, stride=self.stride, dilation=self.dilation, groups=self.groups)
-        return dense(convolve, x, *self.weights(x.dtype))
+        return dense(convolve, *self.operands(x))
 
 
 class TransposedConv(Layer):
@@ -118,7 +192,7 @@ class TransposedConv(Layer):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return dense(partial(F.conv_transpose2d, stride=self.stride), x, *self.weights(x.dtype))
+        return dense(partial(F.conv_transpose2d, stride=self.stride), *self.operands(x))
 
 
 class Norm(Layer):
@@ -139,7 +213,7 @@ class LayerNorm(Norm):
     """Over the features of one token."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weights(x.dtype)
+        x, weight, bias = self.operands(x)
         return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 

@@ -4,7 +4,9 @@
 `paper`: four walls (zeros), as in the published model.
 """
 
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,48 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 Boundary = Literal["globe", "paper"]
+Run = tuple[int, int, int]
+"""(first place in what is padded, first place in its source, length)"""
+Rows = Callable[[int, int], Tensor]
+"""Rows first to last - 1 of a field, (batch, feature, last - first, lon), made when asked for."""
+
+
+class Runs(Protocol):
+    """How a padded field is put together along one dim, in places 0, 1, ... of it."""
+
+    @property
+    def size(self) -> int:
+        """Points of the padded field."""
+
+    @property
+    def own(self) -> tuple[Run, ...]:
+        """From the field."""
+
+    @property
+    def borrowed(self) -> tuple[Run, ...]:
+        """From what others hold, `Pad.borrow`."""
+
+    @property
+    def blank(self) -> tuple[Run, ...]:
+        """Zero."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Whole:
+    """Runs of a field that is all here."""
+
+    size: int
+    own: tuple[Run, ...]
+    blank: tuple[Run, ...]
+    borrowed: tuple[Run, ...] = ()
+
+    @classmethod
+    def of(cls, before: int, points: int, after: int, circular: bool) -> "_Whole":
+        end, size = before + points, before + points + after
+        sides = (0, points - before, before), (end, 0, after)
+        blank = () if circular else ((0, 0, before), (end, end, after))
+        own = (before, 0, points), *(sides if circular else ())
+        return cls(size=size, own=own, blank=blank)
 
 
 def reach(size: int, kernel: int, stride: int, dilation: int) -> tuple[int, int]:
@@ -84,6 +128,28 @@ class Pad(nn.Module):
         if self.boundary == "paper":
             return F.pad(x, (self.west, self.east, self.north, self.south))
         return _Wrap.apply(x, (self.north, self.south, self.west, self.east))
+
+    # For whoever pads some rows at a time (`tiles`).
+
+    def runs(self) -> tuple[Runs, Runs]:
+        """Along lat and along lon."""
+        rows, columns = self.points
+        circular = self.boundary == "globe"
+        return (
+            _Whole.of(self.north, rows, self.south, circular=False),
+            _Whole.of(self.west, columns, self.east, circular=circular),
+        )
+
+    def borrow(self, rows: Rows, like: Tensor, tiles: Sequence[tuple[int, int]]) -> Tensor:
+        """What the padded field has from others, who are lent what they read: nothing here.
+
+        rows: of the field. like: of its batch, features, dtype and device. tiles: (first, last + 1)
+        rows, which are all of them. Not differentiable; `give_back` is its adjoint.
+        """
+        return like.new_empty(0)
+
+    def give_back(self, borrowed: Tensor, grad: Tensor) -> None:
+        """Send the gradients of what was borrowed home; add what comes to `grad`, the field's."""
 
 
 class ConvPad(Pad):

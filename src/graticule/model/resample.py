@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from graticule.model.layers import Conv, TransposedConv
 from graticule.model.norms import FieldGroupNorm
 from graticule.model.pad import Boundary, ConvPad, Crop
+from graticule.model.units import Unit
 
 
 class ConvNormAct(nn.Module):
@@ -45,8 +46,12 @@ class Down(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(self.pad(x))
+        y = self.resample(x)
         return self.body(y) + y
+
+    def resample(self, x: Tensor) -> Tensor:
+        """The strided convolution alone."""
+        return self.conv(self.pad(x))
 
 
 class Up(nn.Module):
@@ -64,5 +69,18 @@ class Up(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.crop(self.conv(x))
+        y = self.resample(x)
         return self.body(y) + y
+
+    def resample(self, x: Tensor) -> Tensor:
+        """The transposed convolution alone."""
+        return self.crop(self.conv(x))
+
+
+def body_units(name: str, module: Down | Up) -> list[Unit]:
+    """body(y) + y in two units; the state between them is (z, y)."""
+    first, second = module.body
+    return [
+        Unit(f"{name}.0", lambda y: (first(y), y)),
+        Unit(f"{name}.1", lambda z, y: (second(z) + y,)),
+    ]

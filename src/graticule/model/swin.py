@@ -7,12 +7,16 @@ TERRA (arXiv 2608.15211), section II.A, Fig. 1 and Table V; layer by layer:
           -> up module -> patch recovery -> crop -> + the last known state
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from graticule.model.layers import Layer, LayerNorm, Linear, Mlp, PatchEmbedding, PatchRecovery
+from graticule.model.norms import FieldGroupNorm
 from graticule.model.pad import Boundary, FieldPad
-from graticule.model.resample import Down, Up
+from graticule.model.resample import Down, Up, body_units
+from graticule.model.units import Runner, State, Unit, straight
 from graticule.model.windows import Attend, Enter, Leave, Shift, Unshift, WindowGrid, WindowMask
 
 
@@ -73,13 +77,15 @@ class SwinBlock(nn.Module):
 
 
 class Swin(nn.Module):
-    """(batch, in_channel, lat, lon) -> (batch, out_channel, lat, lon), both float32 normalised.
+    """(batch, in_channel, lat, lon) -> (batch, out_channel, lat, lon), normalised, of one dtype.
 
     grid: (lat, lon) points. in_channels: states (oldest first), then whatever else is given.
     states: (first, last + 1) input channels of the newest state, to which the output is added.
     out_channels: per output time, the state's channels first, then diagnostic ones.
     num_outputs: output times in one step.
     compute_dtype: of activations and of the weights that meet them.
+    stream_dtype: of the residual stream, from the first norm over the field to the recovery; None:
+        compute_dtype.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class Swin(nn.Module):
         boundary: Boundary = "globe",
         padded_shape: tuple[int, int] | None = None,
         compute_dtype: torch.dtype = torch.float32,
+        stream_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         padded = padded_shape or smallest_padded_shape(grid, patch, sampling, window, boundary)
@@ -136,26 +143,71 @@ class Swin(nn.Module):
             Up(width, sampling, norm_groups, boundary, patches) if sampling > 1 else nn.Identity()
         )
         self.recover = PatchRecovery(width, out_channels, patch)
+        if stream_dtype not in (None, compute_dtype):
+            self._widen(stream_dtype)
+
+    def _widen(self, stream_dtype: torch.dtype | None) -> None:
+        """Norms and softmax work in the stream's dtype; matrix products are fed in the other."""
+        for layer in self.modules():
+            if isinstance(layer, FieldGroupNorm):
+                layer.input_dtype = stream_dtype
+            elif isinstance(layer, Attend):
+                layer.softmax_dtype = stream_dtype
+            elif isinstance(layer, Layer) and not isinstance(layer, LayerNorm):
+                layer.input_dtype = self.compute_dtype
 
     @property
     def num_tokens(self) -> int:
         """Token slots of one sample in the Swin blocks, those beyond the field included."""
         return self.windows.padded[0] * self.windows.padded[1]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def units(self) -> list[Unit]:
+        """From the padded field to what the network says, in the steps that memory plans name."""
+        down = body_units("down", self.down) if isinstance(self.down, Down) else []
+        up: list[Unit] = []
+        if isinstance(module := self.up, Up):
+            up = [Unit("up", lambda y: (module.resample(y),)), *body_units("up", module)]
+        blocks = [
+            Unit(f"blocks.{number}", partial(self._block, number))
+            for number in range(len(self.blocks))
+        ]
+        return [
+            Unit("embed", self._embed), *down, *blocks, *up, Unit("recover", self._recover)
+        ]  # fmt: skip
+
+    def _embed(self, x: Tensor) -> State:
         y = self.embed(self.pad(x).to(self.compute_dtype))
-        y = self.enter(self.down(y))
-        for number, block in enumerate(self.blocks):
-            y = block(y, self.shifted_mask if number % 2 else self.mask)
-        y = self.up(self.leave(y))
-        change = self.pad.crop(self.recover(y)).to(x.dtype)
+        return (self.down.resample(y) if isinstance(self.down, Down) else y,)
+
+    def _block(self, number: int, y: Tensor) -> State:
+        y = self.enter(y) if number == 0 else y
+        y = self.blocks[number](y, self.shifted_mask if number % 2 else self.mask)
+        return (self.leave(y) if number == len(self.blocks) - 1 else y,)
+
+    def _recover(self, y: Tensor) -> State:
+        return (self.pad.crop(self.recover(y)),)
+
+    def forward(self, x: Tensor, run: Runner = straight, *, added: bool = True) -> Tensor:
+        """run: calls the units. added: add the newest state; without it, what `add` takes."""
+        (change,) = run(self.units(), (x,))
+        return self.add(x, change) if added else change
+
+    def add(self, x: Tensor, change: Tensor) -> Tensor:
+        """The newest state in the input `x` plus the network's change, in the dtype of `x`.
+
+        The change is of `compute_dtype`: with 16 bits, half of what a state takes, and the state
+        can be had from it again, bit for bit.
+        """
         first, last = self.states
+        change = change.to(x.dtype)
         if first == last:
             return change
         state = x[:, first:last]
         change = change.unflatten(1, (self.num_outputs, -1))
         known, diagnostic = change[:, :, : last - first], change[:, :, last - first :]
-        return torch.cat([known + state.unsqueeze(1), diagnostic], dim=2).flatten(1, 2)
+        known = known + state.unsqueeze(1)
+        parts = [known, diagnostic] if diagnostic.shape[2] else [known]
+        return (torch.cat(parts, dim=2) if len(parts) > 1 else known).flatten(1, 2)
 
 
 def smallest_padded_shape(

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from graticule.model.layers import dense
+from graticule.model.layers import attention, dense, plain_attention
 from graticule.model.pad import Boundary
 
 
@@ -132,6 +132,9 @@ class WindowMask(nn.Module):
 class Attend(nn.Module):
     """Scaled dot product attention inside each window."""
 
+    softmax_dtype: torch.dtype | None = None
+    """Of scores with all that is added to them, which are kept then; None: a fused kernel's own."""
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: WindowMask
     ) -> Tensor:
@@ -144,10 +147,14 @@ class Attend(nn.Module):
         for group, allowed in zip(mask.windows, mask.masks(), strict=True):
             added = bias
             if allowed is not None:
-                added = allowed.to(q.dtype) if bias is None else bias + allowed.to(q.dtype)
+                allowed = allowed.to(self.softmax_dtype or q.dtype)
+                added = allowed if bias is None else bias + allowed
             here = [x[:, group].flatten(0, 1) for x in (q, k, v)]
             here += [] if added is None else [added]
-            out = dense(F.scaled_dot_product_attention, *here)
+            if self.softmax_dtype is None:
+                out = dense(attention, *here)
+            else:
+                out = plain_attention(*here, dtype=self.softmax_dtype)
             parts.append(out.unflatten(0, (-1, _size(group))))
         out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if mask.back is not None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from graticule.config import MeshConfig
 from graticule.mesh import WEIGHTS, Mesh
+from graticule.model.resample import Down, Up
 from graticule.parallel.exchange import Link
 
 BUCKET_BYTES = 64 * 2**20
@@ -30,10 +31,10 @@ def shard_weights(
 ) -> None:
     """Shard parameters, gradients and optimizer state over the ranks (FSDP2), if so configured.
 
-    A unit's weights are gathered when it runs: a unit is each child of the model, and each member
-    of a list of children, or the whole model. Units that `split_tensors` cut are shared by the
-    ranks that hold the same part, all others by everyone. Call it with parameters on `meta` or in
-    place, after everything else that changes modules.
+    A unit's weights are gathered when it runs: a unit is each child of the model, those of lists
+    and of sampling modules one by one, or the whole model. Units that `split_tensors` cut are
+    shared by the ranks that hold the same part, all others by everyone. Call it with parameters on
+    `meta` or in place, after everything else that changes modules.
     compute_dtype: of activations; with `config.gather` = compute the weights travel in it, and
     their gradients are summed in float32.
     """
@@ -76,10 +77,16 @@ def shard_weights(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
+_CONTAINERS = (nn.ModuleList, nn.Sequential, Down, Up)
+"""Modules that a model does not always call as a whole: memory plans part them."""
+
+
 def _units(model: nn.Module) -> Iterator[nn.Module]:
     for child in model.children():
-        members = child.children() if isinstance(child, nn.ModuleList) else [child]
-        yield from (member for member in members if any(True for _ in member.parameters()))
+        if isinstance(child, _CONTAINERS):
+            yield from _units(child)
+        elif any(True for _ in child.parameters()):
+            yield child
 
 
 def _reshard_without_gradient(model: nn.Module, inputs: Any, output: Any) -> None:

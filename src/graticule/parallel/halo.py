@@ -15,11 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from graticule.mesh import Cut
-from graticule.model.pad import ConvPad, Pad, TransposedPad
+from graticule.model.pad import ConvPad, Pad, Rows, Run, Runs, TransposedPad
 from graticule.parallel.exchange import Link
-
-Run = tuple[int, int, int]
-"""(first place in the padded stripe, first place in its source, length)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +202,28 @@ class _Striped(Pad):
         held = tuple(halo.held for halo in self.halos)
         assert x.shape[-2:] == held, f"{tuple(x.shape)} is not the stripe of {held} points"
         return _Borrow.apply(x, self.halos, self.dim, self.link)
+
+    def runs(self) -> tuple[Runs, Runs]:
+        return self.halos
+
+    def borrow(self, rows: Rows, like: Tensor, tiles: Sequence[tuple[int, int]]) -> Tensor:
+        dim = self.dim
+        along, across = self.halos[dim], self.halos[-3 - dim]
+        sent = _parcel(like, sum(along.send), dim, across.held)
+        for to, source, count in along.lent:
+            if dim == -2:
+                sent.narrow(dim, to, count).copy_(rows(source, source + count))
+        for first, last in tiles if dim == -1 and along.lent else ():
+            here, target = rows(first, last), sent[..., first:last, :]
+            for to, source, count in along.lent:
+                target.narrow(dim, to, count).copy_(here.narrow(dim, source, count))
+        return _travel(sent, along.send, along.receive, dim, along.silent, self.link)
+
+    def give_back(self, borrowed: Tensor, grad: Tensor) -> None:
+        dim, along = self.dim, self.halos[self.dim]
+        back = _travel(borrowed, along.receive, along.send, dim, along.silent, self.link)
+        for to, source, count in along.lent:
+            grad.narrow(dim, source, count).add_(back.narrow(dim, to, count))
 
 
 class StripedConvPad(_Striped, ConvPad):

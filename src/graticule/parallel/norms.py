@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from graticule.model.norms import FieldGroupNorm
+from graticule.model.layers import few, kind_of
+from graticule.model.norms import FieldGroupNorm, merge
 from graticule.parallel.exchange import Link
 
 _BLOCK = {"cpu": 2**18, "cuda": 2**24}
@@ -25,22 +26,26 @@ _aten = torch.ops.aten
 
 
 class StripedGroupNorm(FieldGroupNorm):
-    """The same numbers from stripes. Of activations it keeps its input, in its own dtype."""
+    """The same numbers from stripes."""
 
     link: Link
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weights(x.dtype)
-        return _NormAct.apply(x, weight, bias, self.groups, self.eps, self.link)
+        if self.input_dtype is not None:
+            return super().forward(x)
+        return _NormAct.apply(*self.operands(x), self)
 
+    def published(self, x: Tensor) -> Tensor:
+        """The norm alone, keeping x^ in `input_dtype`."""
+        assert self.input_dtype is not None
+        weight, bias = (each[:, None, None] for each in self.weights(self.input_dtype))
+        return _Whitened.apply(x, self.input_dtype, self) * weight + bias
 
-def merge(parts: Tensor) -> Tensor:
-    """(part, 3, ...) counts, means and sums of squared deviations -> (3, ...) of all parts
-    together (Chan et al. 1979). Parts may be empty."""
-    count, mean, squares = parts.unbind(1)
-    total = count.sum(0)
-    middle = (count * mean).sum(0) / total.clamp(min=1)
-    return torch.stack([total, middle, (squares + count * (mean - middle) ** 2).sum(0)])
+    def gather(self, moments: Tensor) -> Tensor:
+        return self.link.gather(moments, "norm")
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self.link.sum(values, "norm")
 
 
 class _NormAct(torch.autograd.Function):
@@ -48,21 +53,21 @@ class _NormAct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, link: Link
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: StripedGroupNorm
     ) -> Tensor:
         x = x.contiguous()
         batch, features = x.shape[:2]
         out = torch.empty_like(x)
-        count, mean, squares = merge(link.gather(_moments(x, groups, out), "norm"))
+        count, mean, squares = merge(norm.gather(_moments(x, norm.groups, out)))
         kind = torch.promote_types(x.dtype, torch.float32)
         # Mean, variance, weight and bias of each sample and feature.
         statistics = _per_feature(torch.stack([mean, squares / count]).to(kind), features)
         affine = torch.stack([weight, bias]).to(kind).repeat(1, batch)
         lines = torch.cat([statistics, affine])
-        ctx.groups, ctx.eps, ctx.link, ctx.count = groups, eps, link, count
+        ctx.norm, ctx.count = norm, count
         ctx.save_for_backward(x, lines)
         for here, target, *line in _blocks(batch * features, [x, out], *lines):
-            _affine(target, here, eps, *line)
+            _affine(target, here, norm.eps, *line)
             _aten.silu_(target)
         return out
 
@@ -70,9 +75,9 @@ class _NormAct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, lines = ctx.saved_tensors
-        batch, features = x.shape[:2]
+        norm, (batch, features) = ctx.norm, x.shape[:2]
         mean, variance, weight, _ = lines
-        rstd = (variance + ctx.eps).rsqrt()
+        rstd = (variance + norm.eps).rsqrt()
         # Per sample and feature the sums of d x^ and of d. The gradient of x replaces d.
         sums = lines.new_zeros(2, batch * features)
         d = torch.empty_like(x)
@@ -80,14 +85,14 @@ class _NormAct(torch.autograd.Function):
         for here, upper, lower, with_x, alone, inverse, *line in _blocks(
             batch * features, fields, *sums, rstd, *lines
         ):
-            _affine(lower, here, ctx.eps, *line)
+            _affine(lower, here, norm.eps, *line)
             _aten.silu_backward.grad_input(upper, lower, grad_input=lower)
             _sums(lower, here, line[0], inverse, with_x, alone)
         grads = sums.view(2, batch, features).sum(1).to(x.dtype)
         if not ctx.needs_input_grad[0]:
-            return None, grads[0], grads[1], None, None, None
-        totals = (sums * weight).view(2, batch, ctx.groups, -1).sum(3).double()
-        means = (ctx.link.sum(totals, "norm") / ctx.count).to(lines.dtype)
+            return None, grads[0], grads[1], None
+        totals = (sums * weight).view(2, batch, norm.groups, -1).sum(3).double()
+        means = (norm.sum(totals) / ctx.count).to(lines.dtype)
         by_x, by_one = _per_feature(means, features)
         # dL/dx as so much of d, so much of x and a number.
         slope = -(rstd**2) * by_x
@@ -98,7 +103,34 @@ class _NormAct(torch.autograd.Function):
             wide.mul_(of_d).addcmul_(here.to(lines.dtype), of_x).add_(number)
             if wide is not lower:
                 lower.copy_(wide)
-        return d, grads[0], grads[1], None, None, None
+        return d, grads[0], grads[1], None
+
+
+class _Whitened(torch.autograd.Function):
+    """x^ of (batch, feature, lat, lon), written as the published program has it: temporaries too
+    are those of whole fields."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, norm: StripedGroupNorm) -> Tensor:
+        x = x.contiguous()
+        count, mean, squares = merge(norm.gather(_moments(x, norm.groups, torch.empty_like(x))))
+        rstd = (squares / count + norm.eps).rsqrt()
+        mean, rstd = (each.to(dtype)[:, :, None, None, None] for each in (mean, rstd))
+        whitened = (x.unflatten(1, (norm.groups, -1)) - mean) * rstd
+        ctx.norm, ctx.count, ctx.dtype = norm, count, x.dtype
+        ctx.save_for_backward(whitened, rstd)
+        return whitened.flatten(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        whitened, rstd = ctx.saved_tensors
+        d = grad.unflatten(1, (ctx.norm.groups, -1))
+        sums = [each.sum((2, 3, 4), dtype=torch.float64) for each in (d * whitened, d)]
+        means = ctx.norm.sum(torch.stack(sums)) / ctx.count
+        by_x, by_one = means.to(grad.dtype)[..., None, None, None]
+        d = (d - by_one - whitened * by_x) * rstd
+        return d.flatten(1, 2).to(ctx.dtype), None, None
 
 
 def _blocks(num_rows: int, fields: Sequence[Tensor], *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -106,12 +138,12 @@ def _blocks(num_rows: int, fields: Sequence[Tensor], *rows: Tensor) -> Iterator[
     (row, point), and of what there is one of per row."""
     flat = [field.view(num_rows, field.numel() // num_rows) for field in fields]
     points = flat[0].shape[1]
-    step = _BLOCK.get(fields[0].device.type, 2**24) // max(points, 1)
+    step = _BLOCK.get(kind_of(fields[0]), 2**24) // max(points, 1)
     if not points:
         return iter(())
     if step >= num_rows:
         return iter([(*flat, *rows)])
-    return zip(*(x.split(max(step, 1)) for x in (*flat, *rows)), strict=True)
+    return few(zip(*(x.split(max(step, 1)) for x in (*flat, *rows)), strict=True))
 
 
 def _per_feature(per_group: Tensor, features: int) -> Tensor:

@@ -114,7 +114,7 @@ class StripedConv(Conv):
             return super().forward(x)
         taps = self.dilation * (self.kernel - 1) + 1
         sides = (max(0, (size - taps) // self.stride + 1) for size in x.shape[2:])
-        weight, bias = self.weights(x.dtype)
+        x, weight, bias = self.operands(x)
         return _Nothing.apply((x.shape[0], bias.numel(), *sides), x, weight, bias)
 
 
@@ -125,7 +125,7 @@ class StripedTransposedConv(TransposedConv):
         if x.numel():
             return super().forward(x)
         sides = ((size - 1) * self.stride + self.kernel if size else 0 for size in x.shape[2:])
-        weight, bias = self.weights(x.dtype)
+        x, weight, bias = self.operands(x)
         return _Nothing.apply((x.shape[0], bias.numel(), *sides), x, weight, bias)
 
 

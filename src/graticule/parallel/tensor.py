@@ -75,7 +75,7 @@ class RowLinear(ColumnLinear):
     link: Link
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weights(x.dtype)
+        x, weight, bias = self.operands(x)
         return _ScatterSum.apply(dense(F.linear, x, weight), self.link) + bias
 
 

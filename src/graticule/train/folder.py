@@ -5,6 +5,7 @@ run.json        versions, fingerprints, channels, sessions and their layouts
 metrics.jsonl   one line a step (`progress.py`)
 ranks/          the same of ranks 1, 2, ..., as far as theirs differ
 checkpoints/    `checkpoint.py`
+plan.json       what its steps do with their memory, where that is planned (`budget.py`)
 
 Rank 0 of a run holds the folder and decides for all.
 """
@@ -32,7 +33,7 @@ from graticule.train.task import Task
 MAY_CHANGE = (
     "train.steps", "train.checkpoint_every", "train.keep_checkpoints", "train.validate_every",
     "train.save_in_background", "train.tensorboard", "data.read_threads", "data.read_waves",
-    "mesh.*",
+    "mesh.*", "memory.*",
 )  # fmt: skip
 """`mesh.*`: all keys of that section."""
 _log = logging.getLogger(__name__)

@@ -16,9 +16,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from graticule.config import TrainConfig
 from graticule.parallel.exchange import Link
 
-Kind = Literal["mae", "mse"]
+Kind = Literal["mae", "mse", "published mae"]
+"""`published mae` gives the numbers of `mae` and keeps what the published program keeps."""
+
+
+def loss_kind(settings: TrainConfig) -> Kind:
+    """What `train.loss` is in `train.precision`."""
+    published = settings.loss == "mae" and settings.precision == "paper"
+    return "published mae" if published else settings.loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +34,7 @@ class LossWeights:
     """What each predicted value counts.
 
     cell: (channel, lat, lon) float32, 0 where not wet. Areas are relative to the mean cell, so
-        that their size does not depend on the planet's.
+        that their size does not depend on the planet's. `wet` itself where all cells are alike.
     wet: (channel, lat, lon) bool.
     total: exact sum of `cell` over the whole grid, whatever part of it is here: the weight of one
         sample at one output offset.
@@ -53,21 +61,23 @@ class LossWeights:
         device: where the weights are.
         ValueError if nothing is wet anywhere.
         """
-        relative = np.ones(wet.shape[-2:]) if cell_area is None else cell_area
-        if (relative <= 0).any():
-            raise ValueError(f"cell areas must be positive, the least is {relative.min():g}")
+        cell = wet = wet.astype(bool)
         if cell_area is not None:
+            if (cell_area <= 0).any():
+                raise ValueError(f"cell areas must be positive, the least is {cell_area.min():g}")
             relative = cell_area / (cell_area.mean() if mean_area is None else mean_area)
-        cell = (wet * relative).astype(np.float32)
+            cell = (wet * relative).astype(np.float32)
         # Of the rounded weights, so that an error of 2 everywhere is a loss of 2.
         local = torch.tensor(cell.sum(dtype=np.float64), device=device)
         total = float((link or Link()).sum(local, "weights"))
         if not total:
             raise ValueError(f"no predicted channel has a wet cell among {wet.shape}: no loss")
-        return cls(torch.from_numpy(cell), torch.from_numpy(wet.astype(bool)), total).to(device)
+        mask = torch.from_numpy(wet)
+        return cls(mask if cell is wet else torch.from_numpy(cell), mask, total).to(device)
 
     def to(self, device: torch.device | str) -> "LossWeights":
-        return LossWeights(self.cell.to(device), self.wet.to(device), self.total)
+        wet = self.wet.to(device)
+        return LossWeights(wet if self.cell is self.wet else self.cell.to(device), wet, self.total)
 
 
 def weighted_error(predicted: Tensor, target: Tensor, weights: LossWeights, kind: Kind) -> Tensor:
@@ -82,6 +92,9 @@ def weighted_error(predicted: Tensor, target: Tensor, weights: LossWeights, kind
             f" {tuple(weights.cell.shape)} do not go together: (batch, output offset, channel,"
             " lat, lon) twice and (channel, lat, lon)"
         )
+    if kind == "published mae":
+        difference = _difference(predicted, target, weights.wet)
+        return _weighed(difference.abs(), weights.cell).sum(dtype=torch.float64)
     function = _AbsoluteError if kind == "mae" else _SquaredError
     return function.apply(predicted, target, weights.cell, weights.wet)
 
@@ -92,6 +105,18 @@ def _difference(predicted: Tensor, target: Tensor, wet: Tensor) -> Tensor:
     wide = torch.promote_types(torch.promote_types(predicted.dtype, target.dtype), torch.float32)
     # Before any arithmetic with a weight: 0 x NaN is NaN.
     return torch.where(wet, predicted.to(wide) - target.to(wide), 0.0)
+
+
+def _weighed(values: Tensor, cell: Tensor) -> Tensor:
+    """In place. values: 0 where not wet, so that weights that are all alike change nothing."""
+    return values if cell.dtype is torch.bool else values.mul_(cell)
+
+
+def _gradient_of(total: Tensor, cell: Tensor) -> Tensor:
+    """Of each value where the sum of weighed values has the gradient `total`, a scalar. Where all
+    weights are alike it is of dry values too."""
+    # `cell` is made wide itself: a scalar of any type would not widen it.
+    return total if cell.dtype is torch.bool else cell.to(total.dtype) * total
 
 
 class _AbsoluteError(torch.autograd.Function):
@@ -108,7 +133,7 @@ class _AbsoluteError(torch.autograd.Function):
             difference = _difference(predicted[b], target[b], wet)
             if learns:
                 sign[b] = torch.sign(difference)
-            total += (difference.abs_().mul_(cell)).sum(dtype=torch.float64)
+            total += _weighed(difference.abs_(), cell).sum(dtype=torch.float64)
         ctx.save_for_backward(sign, cell)
         ctx.dtype = predicted.dtype
         return total
@@ -118,9 +143,7 @@ class _AbsoluteError(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         sign, cell = ctx.saved_tensors
         wide = torch.promote_types(ctx.dtype, torch.float32)
-        # `cell` is made wide itself: a scalar of any type would not widen it.
-        each = cell.to(wide) * gradient.to(wide)
-        return (sign * each).to(ctx.dtype), None, None, None
+        return (sign * _gradient_of(gradient.to(wide), cell)).to(ctx.dtype), None, None, None
 
 
 class _SquaredError(torch.autograd.Function):
@@ -131,7 +154,7 @@ class _SquaredError(torch.autograd.Function):
         difference = _difference(predicted, target, wet)
         total = torch.zeros((), dtype=torch.float64, device=predicted.device)
         for one in difference:
-            total += (one.square().mul_(cell)).sum(dtype=torch.float64)
+            total += _weighed(one.square(), cell).sum(dtype=torch.float64)
         ctx.save_for_backward(difference, cell)
         ctx.dtype = predicted.dtype
         return total
@@ -140,5 +163,5 @@ class _SquaredError(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         difference, cell = ctx.saved_tensors
-        twice = cell.to(difference.dtype) * (2 * gradient.to(difference.dtype))
+        twice = _gradient_of(2 * gradient.to(difference.dtype), cell)
         return (difference * twice).to(ctx.dtype), None, None, None

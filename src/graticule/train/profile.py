@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, record_function
 
+from graticule.memory.apply import Memory
 from graticule.memory.trace import ACTIVATIONS, INPUTS, TEMPORARIES, MemoryTrace, trace_memory
 from graticule.train.advice import Measured, advice
 from graticule.train.optimizer import Average
@@ -73,11 +74,14 @@ class Profiler:
         task: Task,
         optimizer: torch.optim.Optimizer,
         average: Average | None,
+        memory: Memory | None = None,
         *,
         after_step: int,
     ) -> None:
         self._count, self._folder, self._task = count, out / FOLDER, task
         self._optimizer, self._average, self._first = optimizer, average, after_step + 1
+        # On a CPU boundaries on the host lie in the same memory as all else.
+        self._elsewhere = memory.host.owned if memory and memory.host else tuple
         self._taken = 0
         self._memory: MemoryTrace | None = None
         self._profile: torch.profiler.profile | None = None
@@ -92,7 +96,9 @@ class Profiler:
         self._taken += 1
         began = time.process_time()
         if self._taken == WARM_UP:
-            result, self._memory = trace_memory(step, self._owned, device=device)
+            result, self._memory = trace_memory(
+                step, self._owned, device=device, elsewhere=self._elsewhere
+            )
         elif self._profile:
             with record_function(f"{STEP}{number}"):
                 result = step()

@@ -15,6 +15,7 @@ from torch import nn
 
 from graticule.config import Config
 from graticule.data.loader import Batch, Loader, Order
+from graticule.memory.apply import Memory
 from graticule.mesh import Mesh
 from graticule.parallel.launch import mesh_of, processes
 from graticule.train import checkpoint
@@ -42,11 +43,12 @@ def _take(step: Step) -> StepResult:
 class Run:
     """The state that training changes, new or from a checkpoint."""
 
-    def __init__(self, task: Task, start: Path | None) -> None:
-        self.task, self.settings = task, task.config.train
+    def __init__(self, task: Task, start: Path | None, memory: Memory | None = None) -> None:
+        """memory: what its steps do with their memory; None: everything is kept."""
+        self.task, self.settings, self.memory = task, task.config.train, memory
         self.step = 0
         model, channels = task.model, task.source.channel_names
-        self.loss_scale = LossScale() if self.settings.precision == "fp16" else None
+        self.loss_scale = LossScale() if self.settings.precision in ("fp16", "paper") else None
         self.started_from = ""
         if start is None and self.settings.start_from:
             loaded = self._load_weights(model, channels)
@@ -178,6 +180,7 @@ class Run:
             loss_scale=self.loss_scale,
             average=self.average,
             shared=self.task.running.shared,
+            memory=self.memory,
             tell=tell,
         )
         result = take(step)

@@ -4,97 +4,35 @@ The loss is a local weighted sum over a *global* weight (`loss.py`), so micro-ba
 up without any further division: gradients are summed over ranks, never averaged. Nothing else in
 the package calls `backward`.
 
+The graph of a rollout is cut between leads: each lead is differentiated by itself, from the last
+to the first, given the gradient of what it fed back. With a lead-wise plan no graph waits for that
+either: what the network said in each lead is kept, nothing else, and a lead runs again before it
+is differentiated. States come back bit for bit, since they are the first one plus what was said.
+
 The ranges that a profiler shows are named here (`split.py` reads them). Without a profiler one
 costs microseconds, and a step has a few for each lead.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from graticule.forecast.rollout import rollout
+from graticule.forecast.rollout import at_sea, model_input, next_states
+from graticule.memory.apply import Memory
+from graticule.memory.trace import span
 from graticule.mesh import Mesh
 from graticule.parallel.data import SharedWeights
-from graticule.train.loss import Kind, LossWeights, weighted_error
+from graticule.train.objective import MicroBatch, Objective
 from graticule.train.optimizer import Average
 
 T = TypeVar("T")
-
-
-class MicroBatch(Protocol):
-    """What a step needs of a batch (`data.loader.Batch` is one)."""
-
-    keys: list[int]
-    inputs: Tensor
-
-    def lead(self) -> tuple[Tensor, Tensor]:
-        """(forcing, labels) of the next lead."""
-
-    @property
-    def init_times(self) -> Sequence[Any]:
-        """Of the samples, for messages."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Objective:
-    """What is minimised: the errors of a rollout's leads. Training and validation share it.
-
-    inputs, forcing, labels: stored numbers on the device to normalised ones (`Normaliser`).
-    statics: (channel, lat, lon) on the device that computes.
-    num_outputs: output offsets of a model step.
-    detach: each lead's input is a constant, the gradient does not cross leads.
-    """
-
-    inputs: Callable[[Tensor], Tensor]
-    forcing: Callable[[Tensor], Tensor]
-    labels: Callable[[Tensor], Tensor]
-    statics: Tensor
-    weights: LossWeights
-    kind: Kind
-    leads: int
-    num_prognostic: int
-    num_outputs: int = 1
-    detach: bool = False
-
-    def weight(self, samples: int) -> float:
-        """The global weight of one lead of `samples` samples."""
-        return self.weights.total * self.num_outputs * samples
-
-    def errors(self, model: nn.Module, batch: MicroBatch) -> Iterator[Tensor]:
-        """Weighted error sums of leads 1, 2, ..., float64 scalars, differentiable."""
-        labels: list[Tensor] = []
-
-        def forcing(lead: int) -> Tensor:
-            with record_function("data wait"):
-                given, truth = batch.lead()
-            labels.append(truth)
-            return self.forcing(self._on_device(given))
-
-        inputs = self.inputs(self._on_device(batch.inputs))
-        for predicted in rollout(
-            model,
-            inputs,
-            forcing,
-            self.statics,
-            self.weights.wet,
-            leads=self.leads,
-            num_prognostic=self.num_prognostic,
-            detach=self.detach,
-        ):
-            # Without a name: this frame lives on in the backward pass, the labels need not.
-            yield weighted_error(
-                predicted, self.labels(self._on_device(labels.pop())), self.weights, self.kind
-            )
-
-    def _on_device(self, stored: Tensor) -> Tensor:
-        with record_function("copy"):
-            return stored.to(self.statics.device, non_blocking=True)
 
 
 @dataclass
@@ -150,6 +88,7 @@ def training_step(
     loss_scale: LossScale | None = None,
     average: Average | None = None,
     shared: SharedWeights | None = None,
+    memory: Memory | None = None,
     tell: float = 0.0,
 ) -> StepResult:
     """Take optimizer step `step` on the micro-batches, which hold `samples` samples in all.
@@ -157,6 +96,7 @@ def training_step(
     samples: of all ranks. learning_rate: of this step. clip_norm: largest global norm; 0: no
     clipping. loss_scale: for float16. Gradients stay in `.grad`, clipped, until the next step.
     shared: the ranks that train this model together; None: this process alone.
+    memory: what is kept and what is computed again; None: everything is kept.
     tell: a number that is added up over the ranks, at no further wait.
     ValueError where loss or gradient is not finite; the parameters are then untouched.
     """
@@ -166,20 +106,13 @@ def training_step(
     scale = loss_scale.value if loss_scale else 1.0
     sums = torch.zeros(objective.leads, dtype=torch.float64, device=objective.statics.device)
     seen: list[Any] = []
-    leads = [f"forward lead {lead}" for lead in range(1, objective.leads + 1)]
+    factor = sums.new_tensor(scale / weight)
+    rollout = Differentiated(model, objective, factor, memory or Memory())
     for batch in _ranged(batches, itertools.repeat("data wait")):
         seen += batch.init_times
-        waiting: list[Tensor] = []
-        for lead, error in enumerate(_ranged(objective.errors(model, batch), leads), start=1):
-            sums[lead - 1] += error.detach()
-            waiting.append(error)
-            # Detached leads share no graph: each is freed before the next one is computed.
-            if objective.detach or lead == objective.leads:
-                with record_function("backward"):
-                    (torch.stack(waiting).sum() * (scale / weight)).backward()
-                waiting.clear()
+        rollout(batch, sums)
 
-    with record_function("communication"):
+    with span("communication"):
         shared.reduce()
         others = torch.tensor([len(seen), tell], dtype=torch.float64, device=sums.device)
         totals, norm = shared.total(torch.cat([sums / weight, others]))
@@ -187,7 +120,7 @@ def training_step(
         *lead_losses, came, told, gradient_norm = torch.cat([totals, norm.reshape(1)]).tolist()
     gradient_norm /= scale
     assert came == samples * shared.sample_size, f"{came} samples came, not {samples}"
-    with record_function("optimizer"):
+    with span("optimizer"):
         loss = math.fsum(lead_losses)
         result = StepResult(loss, tuple(lead_losses), gradient_norm, True, told)
         if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
@@ -214,11 +147,154 @@ def training_step(
         return result
 
 
+@dataclass(frozen=True, eq=False)
+class _Lead:
+    """A lead that waits for its backward pass: where that starts, and where it ends.
+
+    given: where the gradient of the states that it was given will be, the earlier lead's.
+    """
+
+    error: GradientEdge
+    states: GradientEdge | None
+    given: list[Tensor]
+
+
+class _Given(torch.autograd.Function):
+    """States that a lead is given. Their gradient goes to a list: a leaf, which has its own, would
+    hold the states until then, also where the lead needs them no more or has them on the host."""
+
+    @staticmethod
+    def forward(ctx: Any, wanted: Tensor, states: Tensor, gradient: list[Tensor]) -> Tensor:
+        ctx.gradient = gradient
+        return states.view_as(states)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.gradient.append(gradient)
+        return None, None, None
+
+
+@dataclass(frozen=True, eq=False)
+class Differentiated:
+    """Takes the gradient of a micro-batch's rollout.
+
+    model: with a plan it takes a runner besides its input, and lead-wise it has `add` (`Swin`).
+    factor: of the errors' sum, float64.
+    """
+
+    model: Any
+    objective: Objective
+    factor: Tensor
+    memory: Memory
+
+    def __call__(self, batch: MicroBatch, sums: Tensor) -> None:
+        """Add the errors of leads 1, 2, ... to `sums`, and their gradients to the parameters'."""
+        if self.memory.lead_wise and self.objective.leads > 1:
+            self._lead_wise(batch, sums)
+        else:
+            self._together(batch, sums)
+
+    def _together(self, batch: MicroBatch, sums: Tensor) -> None:
+        """Forward through all leads, then back."""
+        objective = self.objective
+        states = objective.inputs(objective.on_device(batch.inputs))
+        waiting: list[_Lead] = []
+        for lead in range(1, objective.leads + 1):
+            done, states = self._forward(lead, states, *self._data(batch), sums)
+            waiting.append(done)
+            del done  # `waiting` alone holds it: it goes when it is differentiated
+            # Detached leads hand no gradient on: each is freed before the next one is computed.
+            if objective.detach:
+                self._back(waiting.pop(), None)
+        del states
+        gradient = None
+        while waiting:
+            gradient = self._back(waiting.pop(), gradient)
+
+    def _lead_wise(self, batch: MicroBatch, sums: Tensor) -> None:
+        """Forward without a graph; then each lead again, from the last, and back."""
+        objective, model = self.objective, self.model
+        stored = objective.on_device(batch.inputs)
+        data = []
+        said: list[Tensor] = []
+        states = objective.inputs(stored)
+        with torch.no_grad():
+            for lead in range(1, objective.leads):
+                data.append(self._data(batch))
+                with span(f"forward lead {lead}"):
+                    x = self._input(states, data[-1][0])
+                    said.append(model(x, *self.memory.runner(lead), added=False))
+                    states = self._after(states, model.add(x, said[-1]))
+                    del x
+        last = self._forward(objective.leads, states, *self._data(batch), sums)[0]
+        del states
+        gradient = self._back(last, None)
+        del last
+        for lead in range(objective.leads - 1, 0, -1):
+            said.pop()
+            with torch.no_grad(), span("forward again"):
+                states = objective.inputs(stored)
+                for (forcing, _labels), change in zip(data, said, strict=False):
+                    states = self._after(states, model.add(self._input(states, forcing), change))
+            again = self._forward(lead, states, *data.pop(), sums)[0]
+            del states
+            gradient = self._back(again, gradient)
+            del again
+
+    def _data(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Stored (forcing, labels) of the next lead."""
+        with span("data wait"):
+            return batch.lead()
+
+    def _input(self, states: Tensor, forcing: Tensor) -> Tensor:
+        objective = self.objective
+        given = objective.forcing(objective.on_device(forcing))
+        return model_input(states, given, objective.statics)
+
+    def _after(self, states: Tensor, output: Tensor) -> Tensor:
+        predicted = at_sea(output, self.objective.weights.wet)
+        return next_states(states, predicted, self.objective.num_prognostic)
+
+    def _forward(
+        self, lead: int, states: Tensor, forcing: Tensor, labels: Tensor, sums: Tensor
+    ) -> tuple[_Lead, Tensor]:
+        """A lead with its graph; the states after it, without."""
+        objective = self.objective
+        with span(f"forward lead {lead}"):
+            # The first lead's belong to the caller, who may want their gradient himself.
+            given, gradient = states, list[Tensor]()
+            if lead > 1:
+                given = states.detach()
+                if not objective.detach:
+                    wanted = states.new_empty(0).requires_grad_()
+                    given = _Given.apply(wanted, given, gradient)
+            output = self.model(self._input(given, forcing), *self.memory.runner(lead))
+            predicted = at_sea(output, objective.weights.wet)
+            del output
+            error = objective.error(predicted, labels)
+            sums[lead - 1] += error.detach()
+            last = objective.detach or lead == objective.leads
+            states = next_states(given, predicted, objective.num_prognostic)
+            edge = None if last else get_gradient_edge(states)
+        return _Lead(get_gradient_edge(error), edge, gradient), states.detach()
+
+    def _back(self, lead: _Lead, gradient: Tensor | None) -> Tensor | None:
+        """The gradient of what the lead was given; `gradient`: of what it fed back."""
+        with span("backward"):
+            roots, gradients = [lead.error], [self.factor]
+            if gradient is not None and lead.states is not None:
+                roots.append(lead.states)
+                gradients.append(gradient)
+            torch.autograd.backward(roots, gradients)
+        return lead.given.pop() if lead.given else None
+
+
 def _ranged(items: Iterable[T], names: Iterable[str]) -> Iterator[T]:
     """As many items as there are names, each made in the range of its name."""
     iterator = iter(items)
     for name in names:
-        with record_function(name):
+        with span(name):
             item = next(iterator, None)
         if item is None:
             return

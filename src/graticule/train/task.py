@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from graticule.assemble import Running, assemble, shapes_of
+from graticule.assemble import PRECISIONS, Running, assemble, shapes_of
 from graticule.config import Config, fingerprint
 from graticule.data.loader import Loader, Order
 from graticule.data.normalise import Normaliser, normalised_statics
@@ -21,8 +21,8 @@ from graticule.data.store import Store
 from graticule.grid import Grid
 from graticule.mesh import SAMPLE, Dim, Mesh
 from graticule.parallel.exchange import Link
-from graticule.train.loss import LossWeights
-from graticule.train.step import Objective
+from graticule.train.loss import LossWeights, loss_kind
+from graticule.train.objective import Objective
 
 VALIDATION_SAMPLES = 64
 _log = logging.getLogger(__name__)
@@ -76,17 +76,18 @@ class Task:
         if settings.roll_longitude:
             _require_no_land(source, running, device)
 
+        dtype = PRECISIONS[settings.precision].fields
+        here = {"rows": rows, "columns": columns}
+
         def normaliser(channels: Sequence[int]) -> Normaliser:
-            return Normaliser(store, channels, statistics, rows=rows, columns=columns).to(device)
+            return Normaliser(store, channels, statistics, dtype=dtype, **here).to(device)
 
         area = store.grid.cell_area if settings.area_weighted else None
         objective = Objective(
             inputs=normaliser(source.prognostic),
             forcing=normaliser(source.forcing),
             labels=normaliser(source.predicted),
-            statics=normalised_statics(store, statics, statistics, rows=rows, columns=columns).to(
-                device
-            ),
+            statics=normalised_statics(store, statics, statistics, **here).to(device, dtype),
             weights=LossWeights.of(
                 store.wet_part(source.predicted, rows, columns),
                 None if area is None else area[rows, columns],
@@ -94,7 +95,7 @@ class Task:
                 link=Link(mesh.group(*SAMPLE)),
                 device=device,
             ),
-            kind=settings.loss,
+            kind=loss_kind(settings),
             leads=settings.leads,
             num_prognostic=shapes.num_prognostic,
             num_outputs=shapes.num_outputs,

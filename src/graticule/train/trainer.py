@@ -22,6 +22,7 @@ from graticule.parallel.launch import mesh_of, processes
 from graticule.parallel.talk import everyone
 from graticule.parallel.watch import Agreed
 from graticule.train import checkpoint
+from graticule.train.budget import kind_of_device, memory_of, planned, say, store_plan
 from graticule.train.folder import held, open_folder, point_of_resume, write_description
 from graticule.train.profile import Profiler, require_steps
 from graticule.train.progress import Metrics
@@ -77,9 +78,14 @@ def train(
         _require_one_configuration(config, here.rank)
         if config.mesh.sequence == 0:
             config, tried = fastest(config, here.size, here.device)
+        kind = kind_of_device(here.device)
+        plan = everyone().first(lambda: planned(config, out, kind, here.size))
+        if plan:
+            _log.info("%s", say(plan))
+        memory = folder.enter_context(memory_of(plan, config, here.device))
         mesh = Mesh(mesh_of(config.mesh, here.size), device=here.device.type)
         task = Task.of(config, here.device, mesh)
-        run = Run(task, start)
+        run = Run(task, start, memory)
         if start:
             _log.info("resuming %s after step %d", out, run.step)
         if run.step >= config.train.steps:
@@ -87,6 +93,7 @@ def train(
             return checkpoint.find(out)
         loader = run.loader(config.train.steps)  # what it refuses leaves the folder empty
         everyone().first(lambda: write_description(out, task, run.step, run.started_from, tried))
+        everyone().first(lambda: store_plan(out, plan))
         leads = config.train.leads
         across = (
             "full over" if config.train.rollout_gradient == "full" else "detached within each of"
@@ -135,7 +142,9 @@ def _train(
 ) -> Path:
     settings, task = run.settings, run.task
     mesh = task.running.mesh
-    profiler = Profiler(profile, out, task, run.optimizer, run.average, after_step=run.step)
+    profiler = Profiler(
+        profile, out, task, run.optimizer, run.average, run.memory, after_step=run.step
+    )
     last = out
     task.model.train()
     with (

@@ -19,7 +19,8 @@ from graticule.parallel.box import box_of
 from graticule.parallel.data import local
 from graticule.parallel.launch import mesh_of, ranks_of
 from graticule.train.loss import LossWeights
-from graticule.train.step import Objective, training_step
+from graticule.train.objective import Objective
+from graticule.train.step import training_step
 
 STEPS, BATCH = 3, 2
 QUANTITIES = ("output", "input_gradient", "weight_gradients", "gradient_norm", "parameters")

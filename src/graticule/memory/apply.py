@@ -1,0 +1,65 @@
+"""A plan at work: which units of a lead keep what they compute, and which compute it again.
+
+A segment that is recomputed is a checkpoint of `torch.utils.checkpoint`: of the forward pass only
+its boundary stays, the tensors that entered it. One whose boundary is offloaded lets even that go
+to the host until the backward pass comes near. Each segment is bound to the plan of the lead that
+made it. All ranks of a sample have one plan: exchanges inside a segment run again on all of them.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from graticule.memory.offload import Host
+from graticule.memory.plan import LeadPlan, Plan
+from graticule.model.units import Runner, State, Unit, straight
+
+
+@dataclass(eq=False)
+class Memory:
+    """What a step does with its memory. plan: none: everything is kept. host: where boundaries
+    that are offloaded lie."""
+
+    plan: Plan | None = None
+    host: Host | None = None
+
+    @property
+    def lead_wise(self) -> bool:
+        return self.plan is not None and self.plan.lead_wise
+
+    def runner(self, lead: int) -> tuple[Runner, ...]:
+        """What calls the units of lead 1, 2, ..., if not the model itself."""
+        if self.plan is None:
+            return ()
+        return (partial(_run, self.plan.leads[lead - 1], self.host, lead),)
+
+
+def _run(
+    plan: LeadPlan, host: Host | None, lead: int, units: Sequence[Unit], state: State
+) -> State:
+    for segment in plan:
+        part = units[segment.first : segment.last]
+        if segment.action == "keep" or not torch.is_grad_enabled():
+            # Not `straight`: what calls it would hold the state that enters until the last unit.
+            for unit in part:
+                state = unit.run(*state)
+            continue
+        away: Any = nullcontext()
+        if segment.action == "offload":
+            assert host is not None, "a plan that offloads needs a host"
+            away = host.boundary(*state, lead=lead)
+        # Draws are keyed: there is no state of a generator to bring back.
+        again = partial(_again, part)
+        with away:
+            state = checkpoint(again, *state, use_reentrant=False, preserve_rng_state=False)
+    return state
+
+
+def _again(units: Sequence[Unit], *state: Tensor) -> State:
+    return straight(units, state)

@@ -1,0 +1,290 @@
+"""A step's trace, cut where one unit ends and the next begins.
+
+Units are told apart by marks: the runner leaves one before each unit, and a node of the graph that
+does nothing else leaves one when the backward pass comes by.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from graticule.memory.apply import Memory
+from graticule.memory.trace import MemoryTrace, mark, own, trace_memory
+from graticule.model.units import Runner, State, Unit
+
+BOUNDARIES = "boundaries"
+"""What goes from unit to unit."""
+
+
+class _Seam(torch.autograd.Function):
+    """Nothing to the numbers; the backward pass leaves a mark when it comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, name: tuple[str, int, int], *state: Tensor) -> tuple[Tensor, ...]:
+        ctx.name = name
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in state)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        mark(ctx.name)
+        return (None, *grads)
+
+
+@dataclass(eq=False)
+class Marks(Memory):
+    """Keeps everything, or recomputes each unit by itself, and leaves marks between units.
+
+    states: by (lead, cut): bytes of the storages of the state there, by their number in the trace.
+    Of the newest run of a lead. names: of the units.
+    """
+
+    recompute: bool = False
+    states: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+
+    def runner(self, lead: int) -> tuple[Runner, ...]:
+        return (lambda units, state: self._run(lead, units, state),)
+
+    def _run(self, lead: int, units: Sequence[Unit], state: State) -> State:
+        self.names = tuple(unit.name for unit in units)
+        graph = torch.is_grad_enabled()
+        name = "unit" if graph else "ahead"
+        graph = graph and not self.recompute
+        for number, unit in enumerate(units):
+            self._note(lead, number, state)
+            mark((name, lead, number))
+            if graph and any(tensor.requires_grad for tensor in state):
+                state = _Seam.apply(("seam", lead, number), *state)
+            state = self._unit(lead, number, unit, state)
+        if graph:
+            state = _Seam.apply(("seam", lead, len(units)), *state)
+        self._note(lead, len(units), state)
+        mark((name, lead, len(units)))
+        return state
+
+    def _note(self, lead: int, cut: int, state: State) -> None:
+        self.states[lead, cut] = own(BOUNDARIES, state)
+
+    def _unit(self, lead: int, number: int, unit: Unit, state: State) -> State:
+        if not torch.is_grad_enabled():
+            return unit.run(*state)
+        if self.recompute:
+            return checkpoint(unit.run, *state, use_reentrant=False, preserve_rng_state=False)
+
+        def pack(tensor: Tensor) -> Tensor:
+            mark(("saved", lead, number))
+            return tensor.detach()
+
+        def unpack(tensor: Tensor) -> Tensor:
+            mark(("used", lead, number))
+            return tensor
+
+        with saved_tensors_hooks(pack, unpack):
+            return unit.run(*state)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A part of a trace: bytes by owner after each event, less those before the first.
+
+    levels: (event + 1, owner), the first row 0. freed: rows at which states went, by number.
+    turn: forward, the row at which the last tensor is saved; backward, at which the first is used.
+    began: bytes of all owners before it, where it was recorded.
+    """
+
+    levels: np.ndarray
+    freed: dict[int, int]
+    turn: int
+    began: int
+
+    @cached_property
+    def highest(self) -> int:
+        """Most bytes above those before it."""
+        return int(self.levels.sum(1).max())
+
+    @property
+    def ended(self) -> int:
+        return self.began + int(self.levels[-1].sum())
+
+
+Key = tuple[str, int, int]
+"""What a part is: (forward | ahead | backward, lead, unit), or a gap before (what, lead, 0)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """A trace cut at its marks. states: of `Marks`. gaps: by what comes before and after."""
+
+    owners: tuple[str, ...]
+    leads: int
+    base: np.ndarray
+    units: dict[Key, Part]
+    gaps: dict[tuple[str, int, str, int], Part]
+    states: dict[tuple[int, int], dict[int, int]]
+
+    def gap(self, here: tuple[str, int], there: tuple[str, int]) -> Part:
+        """What the step does between these parts; between two leads in the middle, which may not
+        follow each other here, the same as between others that are not first or last."""
+        if (*here, *there) in self.gaps:
+            return self.gaps[*here, *there]
+
+        def distance(key: tuple[str, int, str, int]) -> int:
+            _, lead, _, next_lead = key
+            # The first lead and the last are not like those between; and what goes in a gap is
+            # rather the lead's before it than that of the one after.
+            ends = sum(
+                weight * ((known == end) != (asked == end))
+                for weight, known, asked in ((2, lead, here[1]), (1, next_lead, there[1]))
+                for end in (1, self.leads)
+            )
+            return abs(lead - here[1]) + abs(next_lead - there[1]) + 10 * ends
+
+        alike = [key for key in self.gaps if (key[0], key[2]) == (here[0], there[0])]
+        return self.gaps[min(alike, key=distance)]
+
+    @classmethod
+    def of(cls, trace: MemoryTrace, marks: Marks) -> "Recording":
+        """Of the trace of a step that ran with `marks`."""
+        num_units = len(marks.names)
+        # A state is known by the cut where it comes up, the same in all leads.
+        alias: dict[int, int] = {}
+        for (_, cut), state in sorted(marks.states.items()):
+            for place, number in enumerate(state):
+                alias.setdefault(number, 8 * cut + place)
+        freed = [
+            (alias[name[1]], event)
+            for name, event in trace.marks
+            if name[0] == "freed" and name[1] in alias
+        ]
+        saved = {name[1:]: event for name, event in trace.marks if name[0] == "saved"}
+        used = {name[1:]: event for name, event in reversed(trace.marks) if name[0] == "used"}
+        units: dict[Key, Part] = {}
+        gaps: dict[tuple[str, int, str, int], Part] = {}
+
+        def part(begin: int, end: int, turn: int = 0) -> Part:
+            return Part(
+                trace.alive[begin : end + 1] - trace.alive[begin],
+                {key: event - begin for key, event in freed if begin < event <= end},
+                max(turn - begin, 0),
+                int(trace.alive[begin].sum()),
+            )
+
+        begin, before = 0, ("start", 0)
+        inside: tuple[str, int, int] | None = None
+        for name, event in trace.marks:
+            kind = name[0]
+            if kind in ("unit", "ahead"):
+                what = "forward" if kind == "unit" else "ahead"
+                _, lead, cut = name
+                if cut == 0:
+                    gaps[*before, what, lead] = part(begin, event)
+                else:
+                    last_save = saved.get((lead, cut - 1), 0) if kind == "unit" else 0
+                    units[what, lead, cut - 1] = part(begin, event, last_save)
+                begin, before = event, (what, lead)
+            elif kind == "seam":
+                _, lead, cut = name
+                if cut == num_units:
+                    gaps[*before, "backward", lead] = part(begin, event)
+                else:
+                    units["backward", lead, cut] = part(begin, event, used.get((lead, cut), 0))
+                begin, before, inside = event, ("backward", lead), ("backward", lead, cut)
+            elif name == ("backward", False) and inside:
+                # Nobody wants the gradient of the first lead's input: there is no last seam.
+                if inside[2] == 1:
+                    units["backward", inside[1], 0] = part(
+                        begin, event, used.get((inside[1], 0), 0)
+                    )
+                    begin = event
+                inside = None
+        gaps[*before, "end", 0] = part(begin, len(trace.alive) - 1)
+        leads = max(lead for lead, _ in marks.states)
+        states = {
+            where: {alias[number]: size for number, size in state.items()}
+            for where, state in marks.states.items()
+        }
+        return cls(trace.owners, leads, trace.alive[0], units, gaps, states)
+
+    def ordered(self, owners: tuple[str, ...]) -> "Recording":
+        """With these owners, in this order; they are all of ours and more."""
+        places = [owners.index(name) for name in self.owners]
+
+        def wide(levels: np.ndarray) -> np.ndarray:
+            out = np.zeros((*levels.shape[:-1], len(owners)), np.int64)
+            out[..., places] = levels
+            return out
+
+        def part(known: Part) -> Part:
+            return replace(known, levels=wide(known.levels))
+
+        return replace(
+            self,
+            owners=owners,
+            base=wide(self.base),
+            units={key: part(known) for key, known in self.units.items()},
+            gaps={key: part(known) for key, known in self.gaps.items()},
+        )
+
+
+class Job(Protocol):
+    """Steps to trace."""
+
+    def step(self, leads: int, memory: Memory) -> Callable[[], None]:
+        """One of so many leads. What it makes ready comes before the call that is traced."""
+
+    def owned(self) -> dict[str, list[Tensor]]:
+        """What is held during the whole step, by owner."""
+
+
+def record(job: Job, leads: int, marks: Marks) -> Recording:
+    """The trace of a step of so many leads that runs with `marks`."""
+    step = job.step(leads, marks)
+    _, trace = trace_memory(step, job.owned)
+    return Recording.of(trace, marks)
+
+
+@dataclass(eq=False)
+class _Counting(Memory):
+    """Counts what each unit of a lead computes, up to its last saved tensor and in all."""
+
+    counter: FlopCounterMode | None = None
+    flops: list[float] = field(default_factory=list)
+    tails: list[float] = field(default_factory=list)
+
+    def runner(self, lead: int) -> tuple[Runner, ...]:
+        return (self._run,)
+
+    def _run(self, units: Sequence[Unit], state: State) -> State:
+        assert self.counter is not None
+        counted = self.counter.get_total_flops
+        for unit in units:
+            before = saved = counted()
+
+            def pack(tensor: Tensor) -> Tensor:
+                nonlocal saved
+                saved = counted()
+                return tensor
+
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                state = unit.run(*state)
+            self.flops.append(counted() - before)
+            self.tails.append(counted() - saved)
+        return state
+
+
+def count_flops(job: Job) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Of each unit's forward; of what comes after its last saved tensor."""
+    # In a pass of its own: the counter keeps tensors alive.
+    with FlopCounterMode(display=False) as counter:
+        counting = _Counting(counter=counter)
+        job.step(1, counting)()
+    return tuple(counting.flops), tuple(counting.tails)

@@ -1,0 +1,306 @@
+"""What a training step will hold on one rank of any job, from a laptop: on fake tensors.
+
+The job's heaviest rank is built as it will be, in a process group that sends nothing, with tensors
+that have shapes and no values; its step runs a few times under the memory tracer
+(`memory/profile`). Nothing of it knows that it is not real, but for what the kind of device
+decides (`layers.imitating`).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from graticule.assemble import PRECISIONS, Running, Shapes, assemble, build_model
+from graticule.config import Config
+from graticule.memory.apply import Memory
+from graticule.memory.profile import Profile, profile_step
+from graticule.memory.trace import INPUTS, own
+from graticule.mesh import Mesh, Stripes
+from graticule.model.layers import imitating
+from graticule.parallel.launch import mesh_of
+from graticule.parallel.layouts import Topology, WindowLayout
+from graticule.train.loss import LossWeights, loss_kind
+from graticule.train.objective import Objective
+from graticule.train.optimizer import Average, make_optimizer
+from graticule.train.step import Differentiated
+
+
+@contextmanager
+def fake_ranks(rank: int, size: int) -> Iterator[None]:
+    """torch.distributed as this rank of so many sees it; nothing is sent."""
+    if size == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+DataPath = Literal["stored", "resident", "buffered"]
+"""How fields come to the device. stored: packed, a lead at a time, and are decoded there, as ours
+do. resident: normalised, input and labels of all leads before the step and to its end, as
+published. buffered: so too, but for labels, of which the newest is there to the end of the step
+(TERRA's input buffering; the one that comes beside it is there in forward passes alone, where no
+peak is, and left out)."""
+
+
+@dataclass
+class _Batch:
+    """A sample whose numbers nobody looks at. num_leads: how many it has labels for."""
+
+    inputs: Tensor
+    forcing: list[Tensor]
+    labels: list[Tensor]
+    keys = (0,)
+    init_times = ("traced",)
+
+    def lead(self) -> tuple[Tensor, Tensor]:
+        return self.forcing.pop(0), self.labels.pop(0)
+
+
+@dataclass
+class _Buffered:
+    """A sample whose labels are made when they are asked for, each in the place of the last."""
+
+    inputs: Tensor
+    forcing: list[Tensor]
+    make: Callable[[], Tensor]
+    label: Tensor | None = None
+    keys = (0,)
+    init_times = ("traced",)
+
+    def lead(self) -> tuple[Tensor, Tensor]:
+        self.label = None
+        self.label = self.make()
+        own(INPUTS, [self.label])
+        return self.forcing.pop(0), self.label
+
+
+class _Decode(nn.Module):
+    """The memory that `Normaliser` takes: on a CPU its result alone."""
+
+    wet: Tensor
+    centre: Tensor
+    gain: Tensor
+    rest: Tensor
+    constant: Tensor
+
+    def __init__(self, channels: int, grid: tuple[int, int], on: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.on, self.dtype = on, dtype
+        self.register_buffer("wet", torch.ones(channels, *grid, dtype=torch.bool))
+        for name in ("centre", "gain", "rest"):
+            self.register_buffer(name, torch.ones(channels, 1, 1))
+        self.register_buffer("constant", torch.zeros(channels, 1, 1, dtype=torch.bool))
+
+    def forward(self, stored: Tensor) -> Tensor:
+        if self.on == "cpu":
+            stored = stored.view(stored.shape)  # read, and so held until here
+            return torch.empty(stored.shape, dtype=torch.float32).to(self.dtype)
+        present = stored != -32768
+        values = torch.addcmul(self.rest, stored.float() - self.centre, self.gain)
+        return torch.where(present & self.wet & ~self.constant, values, 0.0).to(self.dtype)
+
+
+def heaviest_rank(config: Config, shapes: Shapes, ranks: int) -> int:
+    """The rank of a sample that holds most: most window tokens, then most rows (columns) of the
+    field and of the grid, then most neighbours whose halos it has; the first of several."""
+    sizes = mesh_of(config.mesh, ranks)
+    topology = Topology(
+        window=sizes["window"],
+        sequence=sizes["sequence"],
+        tensor=sizes["tensor"],
+        fixed=config.mesh.fixed_windows,
+    )
+    if topology.ranks == 1:
+        return 0
+    model = build_model(config, shapes, device="meta")
+    stripes = Stripes.of(
+        model.scales,
+        grid=shapes.grid,
+        start=(model.pad.north, model.pad.west),
+        dim=config.mesh.stripe_dim,
+        ranks=topology.ranks,
+        index=0,
+    )
+    layout = WindowLayout(model.windows, topology)
+    field, last = stripes.at(model.scales[1]), topology.ranks - 1
+
+    def weight(rank: int) -> tuple[int, int, int, int]:
+        tokens = len(layout.windows(rank)) * layout.chunk
+        neighbours = (rank > 0) + (rank < last)
+        return tokens, field.length(rank), stripes.grid.length(rank), neighbours
+
+    return max(range(topology.ranks), key=weight)
+
+
+def foresee(
+    config: Config,
+    shapes: Shapes,
+    *,
+    ranks: int = 1,
+    rank: int | None = None,
+    on: str = "cpu",
+    data: DataPath = "stored",
+    stored: torch.dtype = torch.int16,
+) -> Profile:
+    """Of a rank's steps. rank: None: the heaviest. on: the kind of device, `cpu` or `cuda`.
+    stored: of the store's numbers."""
+    if rank is None:
+        rank = heaviest_rank(config, shapes, ranks)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def place(model: nn.Module) -> None:
+        with mode:
+            _place(model)
+
+    with fake_ranks(rank, ranks):
+        mesh = Mesh(mesh_of(config.mesh, ranks))
+        running = assemble(config, shapes, mesh, place=place)
+        with mode, imitating(on):
+            job = Rehearsal(config, shapes, running, on, data, stored)
+            return profile_step(job, config.train.leads)
+
+
+def _place(model: nn.Module) -> None:
+    """Give the parameters fake memory; torch's own `to_empty` cannot swap a tensor for a fake."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            empty = torch.empty_like(parameter, device="cpu")
+            setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+        for name, value in list(module.named_buffers(recurse=False)):
+            # Else each use would make another fake of it.
+            setattr(module, name, torch.empty_like(value))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # What FSDP does itself when a module's tensors are replaced.
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for sharded in group.fsdp_params:
+                    sharded.reset_sharded_param()
+
+
+class Rehearsal:
+    """A rank's training steps, for `profile_step`."""
+
+    def __init__(
+        self,
+        config: Config,
+        shapes: Shapes,
+        running: Running,
+        on: str,
+        data: DataPath,
+        stored: torch.dtype,
+    ) -> None:
+        self.config, self.shapes, self.running = config, shapes, running
+        self.data, self.stored = data, stored
+        parts = (running.stripes.rows, running.stripes.columns)
+        rows, columns = (
+            len(range(*part.indices(points)))
+            for part, points in zip(parts, shapes.grid, strict=True)
+        )
+        self.here = rows, columns
+        self.fields: list[Tensor] = []
+        self.optimizer = make_optimizer(running.model, config.train)
+        for parameter in running.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        # A later micro-batch of a step finds the gradients of those before it.
+        self.alone = config.train.accumulation == 1
+        if self.alone:
+            self.optimizer.zero_grad(set_to_none=True)
+        self.average = (
+            Average(running.model, config.train.ema_decay) if config.train.ema_decay else None
+        )
+        wet = torch.ones(shapes.num_predicted, *self.here, dtype=torch.bool)
+        dtype = PRECISIONS[config.train.precision].fields
+
+        def decode(channels: int) -> nn.Module:
+            return _Decode(channels, self.here, on, dtype) if data == "stored" else nn.Identity()
+
+        self.objective = Objective(
+            inputs=decode(shapes.num_prognostic),
+            forcing=decode(shapes.num_forcing),
+            labels=decode(shapes.num_predicted),
+            statics=torch.zeros(shapes.num_static, *self.here, dtype=dtype),
+            weights=LossWeights(wet.float() if config.train.area_weighted else wet, wet, 1.0),
+            kind=loss_kind(config.train),
+            leads=config.train.leads,
+            num_prognostic=shapes.num_prognostic,
+            num_outputs=shapes.num_outputs,
+            detach=config.train.rollout_gradient == "detached",
+        )
+
+    def owned(self) -> dict[str, list[Tensor]]:
+        objective, model = self.objective, self.running.model
+        decoders = (objective.inputs, objective.forcing, objective.labels)
+        parts = [model, *(part for part in decoders if isinstance(part, nn.Module))]
+        constants = [objective.statics, objective.weights.cell, objective.weights.wet]
+        constants += [b for part in parts for b in part.buffers()]
+        owned: dict[str, list[Tensor]] = {
+            "parameters": list(model.parameters()),
+            "optimizer": [
+                t
+                for s in self.optimizer.state.values()
+                for t in s.values()
+                if isinstance(t, Tensor)
+            ],
+            "constants": constants,
+            INPUTS: self.fields,
+        }
+        if self.average:
+            owned["average"] = list(self.average.tensors.values())
+        return owned
+
+    def step(self, leads: int, memory: Memory) -> Callable[[], None]:
+        """A whole step of so many leads, without the decisions that numbers make."""
+        shapes, running = self.shapes, self.running
+        samples = -(-self.config.train.batch // running.mesh.sizes["data"])
+
+        dtype = self.stored if self.data == "stored" else self.objective.statics.dtype
+
+        def fields(offsets: int, channels: int) -> Tensor:
+            return torch.zeros(samples, offsets, channels, *self.here, dtype=dtype)
+
+        inputs = fields(shapes.num_inputs, shapes.num_prognostic)
+        forcing = [fields(shapes.num_forcings, shapes.num_forcing) for _ in range(leads)]
+        label = partial(fields, shapes.num_outputs, shapes.num_predicted)
+        batch: Any
+        if self.data == "buffered":
+            self.fields = [inputs]
+            batch = _Buffered(inputs, forcing, label)
+        else:
+            batch = _Batch(inputs, forcing, [label() for _ in range(leads)])
+        if self.data == "resident":
+            more = range(leads, self.config.train.leads)
+            self.fields = [inputs, *batch.labels, *(label() for _ in more)]
+        objective = replace(self.objective, leads=leads)
+        sums = torch.zeros(leads, dtype=torch.float64)
+        factor = torch.ones((), dtype=torch.float64)
+
+        def step() -> None:
+            if self.alone:
+                self.optimizer.zero_grad(set_to_none=True)
+            Differentiated(running.model, objective, factor, memory)(batch, sums)
+            if self.data == "buffered":
+                batch.label = None
+            running.shared.reduce()
+            running.shared.total(sums)
+            running.shared.scale_(1.0)
+            self.optimizer.step()
+            if self.average:
+                self.average.update(running.model, 1)
+
+        return step
