@@ -396,3 +396,7 @@ def test_every_section_and_every_key_of_it_has_a_default() -> None:
     assert {name: section() for name, section in SECTIONS.items()} == {
         name: getattr(Config(), name) for name in SECTIONS
     }
+
+
+def test_a_choice_whose_word_is_none_can_be_set() -> None:
+    assert override(Config(), ["memory.mode=none"]).memory.mode == "none"

@@ -449,7 +449,9 @@ def override(config: Config, settings: list[str]) -> Config:
         hint = _fields(section_type)[key]
         holds_list = "tuple" in str(hint)
         takes_one = "int |" in str(hint)
-        value = text if hint is str else _parse(text, as_text="str" in str(hint))
+        # Of a choice of words each is meant as it stands, `none` too.
+        as_it_stands = hint is str or text in typing.get_args(hint)
+        value = text if as_it_stands else _parse(text, as_text="str" in str(hint))
         if value is None and "str" in str(hint) and "None" not in str(hint):
             value = []  # none of the names or dates
         elif holds_list and not isinstance(value, list | None) and not takes_one:

@@ -1,4 +1,4 @@
-"""What a step holds in memory: traced now, planned later."""
+"""What a step holds in memory: traced, planned for a budget, and kept to."""
 
 from graticule.memory.trace import MemoryTrace, trace_memory
 
