@@ -1,0 +1,18 @@
+"""Configuration: frozen, typed sections. What a run is, in one value.
+
+A recipe is a function that returns a whole `Config`; a variant of it is
+`dataclasses.replace(...)`, or `--set section.key=value` on the command line.
+Unknown keys are refused with the nearest name, and no field changes another.
+"""
+
+from graticule.config.data import DataConfig, EvaluateConfig, ForecastConfig
+from graticule.config.devices import MemoryConfig, MeshConfig
+from graticule.config.model import ModelConfig
+from graticule.config.settings import Config, fingerprint, from_dict, override
+from graticule.config.train import TrainConfig
+from graticule.config.values import bytes_of
+
+__all__ = [
+    "Config", "DataConfig", "EvaluateConfig", "ForecastConfig", "MemoryConfig", "MeshConfig",
+    "ModelConfig", "TrainConfig", "bytes_of", "fingerprint", "from_dict", "override",
+]  # fmt: skip

@@ -1,0 +1,121 @@
+"""Which data a run sees, what it forecasts from them, and how it is scored."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict
+
+from graticule.config.values import FORBID, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which fields a sample holds, and which times belong to which split."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = FORBID
+
+    store: str = ""
+    """Path of the store (a Zarr folder written by `graticule data ingest` or `data demo`)."""
+    prognostic: tuple[str, ...] = ()
+    """Predicted and fed back: `name` (all its levels) or `name@level`. Empty: all the store's."""
+    forcing: tuple[str, ...] = ()
+    """Given at every lead, also from the future. Never predicted."""
+    diagnostic: tuple[str, ...] = ()
+    """Predicted only: a label at every lead, never an input."""
+    static: tuple[str, ...] = ()
+    """Fields without time that are given with every input."""
+    without: tuple[str, ...] = ()
+    """Channels and statics of the store that are left out, as if it had none of them: a model
+    without its forcing is `data.without=hfds,wfo`."""
+    grid: tuple[int, int] | None = None
+    """(lat, lon) points. Needed where no store is at hand (`graticule info`), else checked."""
+    input_offsets: tuple[int, ...] = (0,)
+    """Input states, in strides from the initial time: (0,) Wenhai, (-1, 0) with history."""
+    output_offsets: tuple[int, ...] = (1,)
+    """States predicted in one model step, in strides from the initial time."""
+    forcing_offsets: tuple[int, ...] = (0,)
+    """Times of the forcing given with one model step, in strides from its initial time."""
+    stride: int = 1
+    """Store steps per offset: 12 for a twelve-hour model on hourly data."""
+    train: tuple[str, ...] = ()
+    """`first/last` dates, both included, each as precise as wanted (`1982-01/1990-12`).
+    Empty: the split that the store declares."""
+    validation: tuple[str, ...] = ()
+    """As `train`."""
+    test: tuple[str, ...] = ()
+    """As `train`."""
+    holes: Literal["error", "drop-window"] = "error"
+    """What to do with a sample that has missing values at sea."""
+    read_threads: int = 1
+    """Threads of each process that read and decompress while the model computes."""
+    read_waves: int = 1
+    """Turns in which the processes begin to read, for a parallel file system that suffers when
+    all do at once (BEAST: waves of 128 ranks): process r of n waves waits r mod n turns. 1: none
+    waits. The numbers do not depend on it."""
+
+    def __post_init__(self) -> None:
+        for name in ("read_threads", "read_waves", "stride"):
+            value = getattr(self, name)
+            require(value >= 1, f"data.{name}={value} must be at least 1")
+        for role in ("prognostic", "forcing", "diagnostic", "static"):
+            both = [name for name in getattr(self, role) if name in self.without]
+            require(
+                not both,
+                f"data.without and data.{role} both name {', '.join(both)}; name it in one of them",
+            )
+        require(
+            bool(self.input_offsets) and max(self.input_offsets) == 0,
+            f"data.input_offsets={self.input_offsets}: the last input is the initial time,"
+            " offset 0",
+        )
+        outputs = self.output_offsets
+        require(
+            bool(outputs) and outputs == tuple(range(1, len(outputs) + 1)),
+            f"data.output_offsets={outputs} must be 1, 2, ... without a gap; a longer step is"
+            " data.stride",
+        )
+        inputs = self.input_offsets
+        require(
+            inputs == tuple(range(1 - len(inputs), 1)),
+            f"data.input_offsets={inputs} must be ..., -1, 0 without a gap; a longer step is"
+            " data.stride",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastConfig:
+    """What `graticule forecast` makes when the command line does not say otherwise."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = FORBID
+
+    leads: int = 10
+    """Model steps of a forecast."""
+    every: int = 1
+    """Start at every n-th initial time of the split."""
+    split: Literal["train", "validation", "test"] = "test"
+    weights: Literal["average", "last"] = "average"
+    """`average`: the moving average where the run has one, else the last weights."""
+
+    def __post_init__(self) -> None:
+        require(self.leads >= 1, f"forecast.leads={self.leads} must be at least 1")
+        require(self.every >= 1, f"forecast.every={self.every} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """How forecasts are scored."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = FORBID
+
+    climatology: Literal["all", "month", "month-day"] = "month-day"
+    """Mean over the training times of the same month and day, of the same month, or of all
+    (a planet without seasons)."""
+    region: tuple[float, float, float, float] | None = None
+    """(west, east, south, north) in degrees; west > east crosses the origin of longitude."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.region is None or -90 <= self.region[2] <= self.region[3] <= 90,
+            f"evaluate.region={self.region}: south and north, the last two, must ascend within"
+            " -90 to 90",
+        )
