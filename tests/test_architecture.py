@@ -178,7 +178,7 @@ def test_relative_imports_of_a_package_start_at_itself() -> None:
         "def f():\n    import torch.distributed",
         "from graticule.mesh import Stripe",
         "from graticule.parallel import exchange",
-        "from graticule.config import ModelConfig",
+        "from graticule.config import SwinConfig",
         "from ..variables import Channels",
         "import xarray",
         "from scipy import special",

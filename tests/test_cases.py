@@ -17,7 +17,7 @@ import pytest
 import xarray as xr
 
 from graticule.assemble import build_model, shapes_of
-from graticule.config import Config, DataConfig, ModelConfig, TrainConfig
+from graticule.config import Config, DataConfig, SwinConfig, TrainConfig
 from graticule.data.check import check
 from graticule.data.ingest import ingest
 from graticule.data.loader import Loader, Order
@@ -203,7 +203,7 @@ def config_of(store: Store, *, data: dict[str, Any] | None = None, **settings: A
         name="case",
         data=DataConfig(store=str(store.path), **(data or {})),
         # 17 rows and 24 columns: 9 x 12 tokens, so that a row of windows holds padding.
-        model=ModelConfig(patch=1, window=(4, 4), width=8, depth=2, heads=2, norm_groups=2),
+        model=SwinConfig(patch=1, window=(4, 4), width=8, depth=2, heads=2, norm_groups=2),
         train=TrainConfig(**given),
     )
 

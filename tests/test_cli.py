@@ -109,6 +109,8 @@ def test_every_command_is_there() -> None:
                 "info",
                 "plan",
                 "train",
+                "validate",
+                "adopt",
                 "forecast",
                 "evaluate",
                 "report",
@@ -331,8 +333,8 @@ def test_a_corrupt_configuration_is_named(
     path = tmp_path / "config.json"
     path.write_text('{"train": {"steps": 4}')
     assert f"{path} is no configuration: Expecting" in refused(["train", str(path)], capsys)
-    path.write_text('{"train": {"rolout": 4}}')
-    assert "did you mean train.rollout_gradient" in refused(["info", str(path)], capsys)
+    path.write_text('{"train": {"detach_evry": 4}}')
+    assert "did you mean train.detach_every" in refused(["info", str(path)], capsys)
 
 
 def test_a_message_of_several_lines_becomes_one(
@@ -613,7 +615,7 @@ def rich(tmp_path_factory: pytest.TempPathFactory) -> Store:
     [
         ["data.input_offsets=-1,0"],
         ["data.input_offsets=-1,0", "data.output_offsets=1,2", "train.leads=2"],
-        ["data.stride=2", "data.forcing_offsets=0,1", "train.rollout_gradient=detached",
+        ["data.stride=2", "data.forcing_offsets=0,1", "train.detach_every=1",
          "train.leads=2"],
         ["data.input_offsets=-1,0", "data.output_offsets=1,2", "data.stride=2",
          "data.forcing=wind,salinity", "data.prognostic=temperature", "train.precision=bf16"],

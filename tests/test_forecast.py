@@ -1,6 +1,7 @@
 """Forecasts: what each lead is, what a start needs, what the file and the clock say."""
 
 import csv
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,24 +13,25 @@ import xarray as xr
 from torch import Tensor, nn
 
 from graticule.assemble import build_model, shapes_of
-from graticule.config import Config, DataConfig, ForecastConfig, ModelConfig, TrainConfig
+from graticule.config import Config, DataConfig, ForecastConfig, SwinConfig, TrainConfig
 from graticule.data.samples import SampleSource
 from graticule.data.statistics import Statistics, compute
 from graticule.data.store import Store
 from graticule.data.times import TimeAxis
 from graticule.data.writer import StoreWriter
 from graticule.evaluate import evaluate
-from graticule.forecast import run as run_module
+from graticule.forecast import clock as clock_module
+from graticule.forecast.clock import Timing
 from graticule.forecast.reader import open_forecast
 from graticule.forecast.rollout import rollout
-from graticule.forecast.run import Timing, check_starts, forecast
+from graticule.forecast.run import check_starts, forecast
 from graticule.grid import Grid
 from graticule.tasks import evaluate_forecast, forecast_from_run
 from graticule.train.trainer import train
 from graticule.variables import Channel, Channels
 from small_store import DAY, FIRST_DAY, small_grid, write_store
 
-MODEL = ModelConfig(patch=2, window=(2, 4), width=16, depth=1, heads=2, norm_groups=4)
+MODEL = SwinConfig(patch=2, window=(2, 4), width=16, depth=1, heads=2, norm_groups=4)
 
 
 def with_statistics(store: Store) -> Store:
@@ -337,18 +339,18 @@ def test_plain_xarray_reads_durations_and_valid_times(
 def test_years_per_day_are_the_length_of_all_forecasts_over_the_time_they_took(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter([100.0, 108.64])
-    monkeypatch.setattr(run_module.time, "perf_counter", lambda: next(clock))
+    ticks = itertools.count()
+    monkeypatch.setattr(clock_module, "_now", lambda: (0.5 * next(ticks), 0.0))
     calls: list[tuple[int, int]] = []
     source = SampleSource(store, DataConfig(stride=2, output_offsets=(1, 2)))
     timing = run(
         source, tmp_path / "f.zarr", starts=[4, 5, 6], leads=2, batch=2,
         progress=lambda done, total: calls.append((done, total)),
     )  # fmt: skip
-    # Three starts of two leads with two outputs, two days apart: 24 days in 1e-4 days.
-    assert timing.seconds == pytest.approx(8.64)
+    # Three starts of two leads with two outputs, two days apart: 24 days.
+    assert timing.seconds == 0.5 * (next(ticks) - 1)
     assert timing.simulated_years == pytest.approx(24 / 365.25)
-    assert timing.simulated_years_per_day == pytest.approx(24 / 365.25 / 1e-4)
+    assert timing.simulated_years_per_day == pytest.approx(24 / 365.25 / timing.seconds * 86400)
     assert calls == [(2, 6), (4, 6), (5, 6), (6, 6)]
 
 

@@ -8,13 +8,18 @@ import torch
 from torch import Tensor
 
 from graticule.grid import Grid
-from graticule.train.loss import Kind, LossWeights, weighted_error
+from graticule.train.loss import Kind, LossWeights, weighted_errors
 
 KINDS: tuple[Kind, ...] = ("mae", "mse")
 
 
 def weights_of(wet: list, area: np.ndarray | None = None) -> LossWeights:
     return LossWeights.of(np.array(wet, dtype=bool), area)
+
+
+def weighted_error(predicted: Tensor, target: Tensor, weights: LossWeights, kind: Kind) -> Tensor:
+    """Of all channels together."""
+    return weighted_errors(predicted, target, weights, kind).sum()
 
 
 def row(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -99,7 +104,7 @@ def test_gradients_agree_with_finite_differences(kind: Kind) -> None:
 def test_mean_absolute_error_keeps_one_byte_a_value_for_the_backward_pass() -> None:
     weights = weights_of(np.ones((4, 16, 32)).tolist())
     predicted, target = random_pair((3, 2, 4, 16, 32), torch.float32)
-    loss = weighted_error(predicted, target, weights, "mae")
+    loss = weighted_errors(predicted, target, weights, "mae")
     kept = [t for t in loss.grad_fn.saved_tensors if t is not weights.cell]  # type: ignore[union-attr]
     own = [t for t in kept if t.data_ptr() != weights.cell.data_ptr()]
     assert sum(t.untyped_storage().nbytes() for t in own) == predicted.numel()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graticule.assemble import Shapes, assemble
-from graticule.config import Config, ModelConfig, TrainConfig
+from graticule.config import Config, SwinConfig, TrainConfig
 from graticule.memory.apply import Memory
 from graticule.memory.costs import ProfileCosts
 from graticule.memory.offload import Host
@@ -29,7 +29,7 @@ NUM_UNITS = 9
 
 def config_of(leads: int, layout: str = "") -> Config:
     config = Config(
-        model=ModelConfig(patch=2, width=32, depth=2, heads=4, window=4, norm_groups=4),
+        model=SwinConfig(patch=2, width=32, depth=2, heads=4, window=4, norm_groups=4),
         train=TrainConfig(batch=1, leads=leads),
     )
     return laid_out(config, layout) if layout else config

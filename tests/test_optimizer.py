@@ -140,10 +140,11 @@ def test_a_parameter_without_a_gradient_so_far_has_no_state_to_save() -> None:
     assert set(empty_optimizer_tensors(model, tensors)) == set(tensors)
 
 
-def test_the_average_follows_its_formula_and_copies_buffers() -> None:
+def test_the_average_follows_its_formula_also_for_statistics_and_copies_counts() -> None:
     model = Small()
     average = Average(model, decay=0.5)
     expected = model.head.bias.detach().double()
+    statistic = 1.0
     for step in range(1, 6):
         with torch.no_grad():
             model.head.bias.add_(float(step))
@@ -152,12 +153,50 @@ def test_the_average_follows_its_formula_and_copies_buffers() -> None:
         average.update(model, step)
         decay = min(0.5, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * model.head.bias.detach().double()
+        statistic = decay * statistic + (1 - decay) * step
         assert average.decay_at(step) == decay
     torch.testing.assert_close(average.tensors["head.bias"].double(), expected)
-    assert average.tensors["scale"].tolist() == [5.0, 5.0]
+    assert average.tensors["scale"].tolist() == pytest.approx([statistic] * 2, rel=1e-6)
     assert average.tensors["count"].item() == 35
     assert average.tensors["count"].dtype == torch.int64
     assert set(average.tensors) == set(model.state_dict())
+
+
+def test_the_averages_statistics_are_those_of_the_averaged_weights() -> None:
+    """A linear layer and the batch norm behind it, while the weights move."""
+
+    def drifting(factor: float) -> tuple[float, float, float, float]:
+        """Errors of mean and of variance, averaged and copied, beside those that the averaged
+        weights have. factor: how much the weights move in a step, to the same place."""
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 2, 1, bias=False), nn.BatchNorm2d(2, momentum=1.0))
+        x = 2 + torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+        direction = torch.randn(model[0].weight.shape)
+        with torch.no_grad():
+            model[0].weight.sub_(200 * factor * direction)
+        average = Average(model, decay=0.9)
+        model.train()
+        for step in range(1, 201):
+            with torch.no_grad():
+                model[0].weight.add_(factor * direction)
+            model(x)
+            average.update(model, step)
+        copied = {name: model.state_dict()[name].clone() for name in average.tensors}
+        model.load_state_dict(average.tensors)
+        model(x)  # momentum 1: its statistics are those of this input
+        errors = []
+        for name in ("1.running_mean", "1.running_var"):
+            own = model.state_dict()[name]
+            errors += [(kept[name] - own).abs().max() for kept in (average.tensors, copied)]
+        return tuple(float(error) for error in errors)  # type: ignore[return-value]
+
+    mean, copied_mean, variance, copied_variance = drifting(1e-3)
+    assert mean < 1e-5 < 1e-2 < copied_mean  # the mean exactly, to rounding
+    assert variance < 0.1 * copied_variance
+    # Halving the speed halves the error of copies, and quarters that of averages.
+    *_, half, half_copied = drifting(5e-4)
+    assert copied_variance / half_copied == pytest.approx(2, rel=0.1)
+    assert variance / half == pytest.approx(4, rel=0.2)
 
 
 def test_the_average_does_not_share_memory_with_the_model() -> None:

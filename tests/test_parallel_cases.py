@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graticule.assemble import Shapes, assemble, build_model
 from graticule.cli import main
-from graticule.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from graticule.config import Config, DataConfig, MeshConfig, SwinConfig, TrainConfig
 from graticule.data.loader import Order
 from graticule.data.samples import SampleSource
 from graticule.data.statistics import compute
@@ -75,7 +75,7 @@ def test_a_domain_of_one_rank_named_outright_gives_the_bits_of_one_process(
     routed: bool, pools: Pools
 ) -> None:
     ones = MeshConfig(data=1, member=1, window=1, sequence=1, tensor=1)
-    config = Config(model=ModelConfig(window=(2, 2), **MODEL), mesh=ones)
+    config = Config(model=SwinConfig(window=(2, 2), **MODEL), mesh=ones)
     serial = build_model(config, shapes_for((24, 24)), dtype=torch.float64)
     out = serial(field((24, 24)))
     out.backward(field((24, 24), 2, seed=1))
@@ -101,7 +101,7 @@ def test_17_x_24_points_over_three_ranks_come_back_as_17_x_24(
     shapes = shapes_for((17, 24))
     config = Config(
         data=DataConfig(grid=(17, 24), prognostic=("thetao", "so"), forcing=("u10",)),
-        model=ModelConfig(window=4, boundary=boundary, sampling=sampling, **MODEL),
+        model=SwinConfig(window=4, boundary=boundary, sampling=sampling, **MODEL),
     )
     serial = Results.joined([measure(config, shapes, torch.float64, 1)], shapes)
     assert serial.output.shape == (2, 2, 17, 24)
@@ -159,7 +159,7 @@ def _in_every_memory(config: Config) -> dict[str, float]:
 def test_fields_in_any_order_of_memory_travel_as_contiguous_ones(
     layout: str, two: LocalRanks
 ) -> None:
-    config = laid_out(Config(model=ModelConfig(window=(2, 2), sampling=2, **MODEL)), layout)
+    config = laid_out(Config(model=SwinConfig(window=(2, 2), sampling=2, **MODEL)), layout)
     for found in two.run(_in_every_memory, config):
         assert len(found) == 4
         assert max(found.values()) <= 1e-12, found
@@ -179,7 +179,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 def config_of(store: Store, layout: str = "", **settings: Any) -> Config:
     config = Config(
         data=DataConfig(store=str(store.path)),
-        model=ModelConfig(window=(2, 4), sampling=1, **MODEL),
+        model=SwinConfig(window=(2, 4), sampling=1, **MODEL),
         train=TrainConfig(**{"batch": 2, "steps": 10, "warmup_steps": 0, **settings}),
     )
     return laid_out(config, layout) if layout else config
@@ -230,7 +230,7 @@ def test_ranks_of_a_sample_draw_the_same_turn_and_groups_take_other_samples(
 
 
 def test_a_model_draws_nothing_while_it_computes() -> None:
-    config = Config(model=ModelConfig(window=(2, 2), sampling=2, **MODEL))
+    config = Config(model=SwinConfig(window=(2, 2), sampling=2, **MODEL))
     model = build_model(config, shapes_for((24, 24)), dtype=torch.float64)
     assert not [m for m in model.modules() if "drop" in type(m).__name__.lower()]
     before = torch.get_rng_state()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from graticule.cli import main
-from graticule.config import Config, DataConfig, ForecastConfig, ModelConfig, TrainConfig
+from graticule.config import Config, DataConfig, ForecastConfig, SwinConfig, TrainConfig
 from graticule.data.samples import SampleSource
 from graticule.data.statistics import compute
 from graticule.forecast.reader import open_forecast
@@ -21,7 +21,7 @@ from graticule.train import checkpoint
 from graticule.train.trainer import train
 from small_store import small_grid, write_store
 
-MODEL = ModelConfig(patch=2, window=(2, 4), width=16, depth=2, heads=2, norm_groups=4)
+MODEL = SwinConfig(patch=2, window=(2, 4), width=16, depth=2, heads=2, norm_groups=4)
 
 
 @pytest.fixture(scope="module")

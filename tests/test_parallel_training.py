@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from children import started_by_slurm
 from graticule.cli import main
-from graticule.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from graticule.config import Config, DataConfig, MeshConfig, SwinConfig, TrainConfig
 from graticule.data.samples import SampleSource
 from graticule.data.statistics import compute
 from graticule.data.store import Store
@@ -50,7 +50,7 @@ def config_of(store: Store, mesh: dict[str, Any] | None = None, **settings: Any)
     return Config(
         name="small",
         data=DataConfig(store=str(store.path)),
-        model=ModelConfig(patch=2, window=(2, 4), width=16, depth=2, heads=2, norm_groups=4),
+        model=SwinConfig(patch=2, window=(2, 4), width=16, depth=2, heads=2, norm_groups=4),
         mesh=MeshConfig(**(mesh or {})),
         train=TrainConfig(**given),
     )

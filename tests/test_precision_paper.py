@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graticule.assemble import Shapes
-from graticule.config import Config, MeshConfig, ModelConfig, TrainConfig
+from graticule.config import Config, MeshConfig, SwinConfig, TrainConfig
 from graticule.memory.plan import Plan, Segment
 from graticule.model.layers import Conv, Linear, TransposedConv, imitating
 from graticule.model.norms import FieldGroupNorm
@@ -27,7 +27,7 @@ from graticule.parallel.local import LocalRanks
 from graticule.parallel.norms import StripedGroupNorm
 from graticule.parallel.space import specialise, stripe
 from graticule.train.foresee import foresee
-from graticule.train.loss import LossWeights, loss_kind, weighted_error
+from graticule.train.loss import LossWeights, loss_kind, weighted_errors
 from test_space import drawn, stripes_of
 from test_swin import field, small
 
@@ -214,7 +214,7 @@ def test_the_traced_boundaries_are_those_too() -> None:
     shapes = Shapes(grid=GRID, num_prognostic=2, num_predicted=2, num_forcing=0, num_static=0,
                     num_inputs=1, num_outputs=1, num_forcings=1)  # fmt: skip
     config = Config(
-        model=ModelConfig(patch=1, width=8, depth=2, heads=2, window=(4, 6), norm_groups=2,
+        model=SwinConfig(patch=1, width=8, depth=2, heads=2, window=(4, 6), norm_groups=2,
                           boundary="paper"),
         mesh=MeshConfig(window=2),
         train=TrainConfig(batch=1, leads=2, precision="paper", area_weighted=False),
@@ -249,10 +249,10 @@ def test_the_published_loss_is_the_same_number_and_keeps_the_float32_difference(
         predicted = torch.randn(1, 1, 2, *GRID).to(HALF).requires_grad_()
         results = []
         for kind in ("mae", "published mae"):
-            error = weighted_error(predicted, target, weights, kind)
+            error = weighted_errors(predicted, target, weights, kind).sum()
             results.append((error, *torch.autograd.grad(error, predicted)))
         assert torch.equal(results[0][1], results[1][1])
         sums = [error.item() for error, _ in results]
         assert sums[0] == pytest.approx(sums[1], rel=1e-12)
-    kept = kept_by(lambda: weighted_error(predicted, target, weights, "published mae"))
+    kept = kept_by(lambda: weighted_errors(predicted, target, weights, "published mae"))
     assert 2 * F16 in kept.values()

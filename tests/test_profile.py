@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graticule.cli import main
-from graticule.config import Config, DataConfig, ModelConfig, TrainConfig
+from graticule.config import Config, DataConfig, SwinConfig, TrainConfig
 from graticule.data.samples import SampleSource
 from graticule.data.statistics import compute
 from graticule.data.store import Store
@@ -246,7 +246,7 @@ def config_of(store: Store, **settings: Any) -> Config:
     return Config(
         name="small",
         data=DataConfig(store=str(store.path)),
-        model=ModelConfig(patch=2, window=(2, 4), width=16, depth=1, heads=2, norm_groups=4),
+        model=SwinConfig(patch=2, window=(2, 4), width=16, depth=1, heads=2, norm_groups=4),
         train=TrainConfig(**given),
     )
 
@@ -275,7 +275,7 @@ HARD = {
 
 @pytest.mark.parametrize(
     "settings",
-    [HARD, HARD | {"rollout_gradient": "detached", "accumulation": 1}, {"precision": "bf16"}],
+    [HARD, HARD | {"detach_every": 1, "accumulation": 1}, {"precision": "bf16"}],
     ids=["full", "detached", "bf16"],
 )
 def test_profiling_changes_no_number(

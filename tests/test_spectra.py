@@ -438,7 +438,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(
         raise OSError("disk full")
 
     path = tmp_path / "s.nc"
-    monkeypatch.setattr("graticule.evaluate.spectra.os.replace", fails)
+    monkeypatch.setattr("graticule.evaluate.files.os.replace", fails)
     with pytest.raises(ValueError, match=r"s\.nc cannot be written: disk full"):
         spectra.save(path)
     assert list(tmp_path.iterdir()) == []

@@ -90,13 +90,18 @@ def mixer_batch(samples: range, leads: int) -> Batch:
     return Batch(inputs, labels)
 
 
-@pytest.mark.parametrize(("detach", "gradient"), [(False, 228.0), (True, 84.0)])
-def test_the_rollouts_gradient_is_full_or_detached_as_asked(detach: bool, gradient: float) -> None:
+@pytest.mark.parametrize(
+    ("every", "gradient"), [(0, 228.0), (1, 84.0), (2, 100.0), (3, 228.0), (7, 228.0)]
+)
+def test_the_rollouts_gradient_is_not_handed_on_after_every_so_many_leads(
+    every: int, gradient: float
+) -> None:
     # x0 = 1, a = 2: the leads are 2, 4, 8; sum of squares 84.
-    # Full: d/da (a^2 + a^4 + a^6) = 4 + 32 + 192. Detached: 2 a (1 + 4 + 16).
+    # Through all: d/da (a^2 + a^4 + a^6) = 4 + 32 + 192. After each: 2 a (1 + 4 + 16).
+    # After the second: 4 + 32, and 2 a x 16 with 4 a constant.
     model = Times(2.0)
     zero = torch.zeros(1, 1, 1, 1, 1)
-    task = objective(leads=3, detach=detach)
+    task = objective(leads=3, detach_every=every)
     result = take_step(model, task, [Batch(torch.ones(1, 1, 1, 1, 1), [zero] * 3)])
     assert result.loss == 84.0
     assert result.lead_losses == (4.0, 16.0, 64.0)
@@ -105,9 +110,9 @@ def test_the_rollouts_gradient_is_full_or_detached_as_asked(detach: bool, gradie
     assert result.gradient_norm == gradient
 
 
-@pytest.mark.parametrize("detach", [False, True])
-def test_detached_leads_are_differentiated_one_by_one(detach: bool) -> None:
-    # When the second lead is asked for, the first one's graph is gone: its gradient is there.
+@pytest.mark.parametrize("every", [0, 1, 2, 3])
+def test_leads_are_differentiated_as_soon_as_nothing_is_handed_on(every: int) -> None:
+    # When a lead is asked for, the graph of the groups before is gone: their gradient is there.
     model, seen = Times(2.0), []
 
     class Watched(Batch):
@@ -116,15 +121,16 @@ def test_detached_leads_are_differentiated_one_by_one(detach: bool) -> None:
             return super().lead()
 
     zero = torch.zeros(1, 1, 1, 1, 1)
-    batch = Watched(torch.ones(1, 1, 1, 1, 1), [zero] * 3)
-    take_step(model, objective(leads=3, detach=detach), [batch])
-    assert seen == [False, detach, detach]
+    batch = Watched(torch.ones(1, 1, 1, 1, 1), [zero] * 5)
+    take_step(model, objective(leads=5, detach_every=every), [batch])
+    first = every or 5
+    assert seen == [lead > first for lead in range(1, 6)]
 
 
-@pytest.mark.parametrize("detach", [False, True])
+@pytest.mark.parametrize("every", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["mae", "mse"])
-def test_micro_batches_add_up_to_the_whole_batch(kind: str, detach: bool) -> None:
-    task = objective(**MIXER, leads=3, kind=kind, detach=detach)
+def test_micro_batches_add_up_to_the_whole_batch(kind: str, every: int) -> None:
+    task = objective(**MIXER, leads=3, kind=kind, detach_every=every)
     results, gradients = [], []
     for parts in ([range(6)], [range(2), range(2, 4), range(4, 6)], [range(1), range(1, 6)]):
         model = Mixer()

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from graticule.assemble import Shapes, build_model, describe, shapes_of_config
-from graticule.config import Config, ModelConfig, override
+from graticule.config import Config, SwinConfig, override
 from graticule.model.layers import Linear
 from graticule.model.swin import Swin, smallest_padded_shape
 from graticule.parallel.materialise import draw_weights
@@ -172,7 +172,7 @@ def test_forward_flops_of_the_medium_model(settings, tflop):
 
 
 def test_dense_flops_equal_a_hand_count_and_pytorchs_counter_on_real_tensors():
-    model_config = ModelConfig(
+    model_config = SwinConfig(
         patch=2, width=8, depth=2, heads=2, window=4, norm_groups=2, boundary="paper"
     )
     info = describe(Config(model=model_config), PLAIN)
@@ -194,7 +194,7 @@ def test_dense_flops_equal_a_hand_count_and_pytorchs_counter_on_real_tensors():
 
 
 def test_initial_weights_depend_on_the_seed_and_the_name_alone():
-    config = Config(model=ModelConfig(patch=2, width=8, depth=2, heads=2, window=4, norm_groups=2))
+    config = Config(model=SwinConfig(patch=2, width=8, depth=2, heads=2, window=4, norm_groups=2))
     one = build_model(config, PLAIN).state_dict()
     deeper = dataclasses.replace(config, model=dataclasses.replace(config.model, depth=4))
     two = build_model(deeper, PLAIN).state_dict()
@@ -210,7 +210,7 @@ def test_low_precision_follows_the_float32_model(precision, tolerance):
         grid=(16, 16), num_prognostic=3, num_predicted=4, num_forcing=1, num_static=2,
         num_inputs=2, num_outputs=2, num_forcings=1,
     )  # fmt: skip
-    config = Config(model=ModelConfig(patch=2, width=16, depth=2, heads=2, window=4, norm_groups=4))
+    config = Config(model=SwinConfig(patch=2, width=16, depth=2, heads=2, window=4, norm_groups=4))
     x = field((16, 16), shapes.in_channels).float()
     changes = {}
     for name in ("fp32", precision):
@@ -240,7 +240,7 @@ def test_diagnostic_channels_are_not_added_to_a_state():
 
 def test_weights_are_drawn_on_the_cpu_for_every_device(monkeypatch):
     # Another device's generator draws other numbers. `meta` stands for one: nothing can be drawn.
-    config = Config(model=ModelConfig(patch=2, width=8, depth=1, heads=2, window=4, norm_groups=2))
+    config = Config(model=SwinConfig(patch=2, width=8, depth=1, heads=2, window=4, norm_groups=2))
     drawn = []
     plain = Linear.reset
 

@@ -218,7 +218,7 @@ def test_the_gradient_through_three_leads_is_that_of_finite_differences(boundary
     @torch.no_grad()
     def loss() -> float:
         errors = list(objective.errors(model, Batch(grid)))
-        return sum(error.item() for error in errors) / objective.weight(2)
+        return sum(error.sum().item() for error in errors) / objective.weight(2)
 
     total = math.sqrt(sum(float((p.grad**2).sum()) for p in model.parameters()))
     for name, parameter in model.named_parameters():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graticule.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from graticule.config import Config, DataConfig, MeshConfig, SwinConfig, TrainConfig
 from graticule.data.loader import Loader, Order
 from graticule.data.normalise import Normaliser, normalised_statics
 from graticule.data.samples import SampleSource
@@ -22,7 +22,7 @@ from graticule.mesh import Mesh
 from graticule.parallel.exchange import Link
 from graticule.parallel.local import LocalRanks
 from graticule.train import task
-from graticule.train.loss import LossWeights, weighted_error
+from graticule.train.loss import LossWeights, weighted_errors
 from graticule.train.task import Task
 from graticule.variables import Channel, Channels
 from small_store import DAY, FIRST_DAY, small_grid, write_store
@@ -41,7 +41,7 @@ def config_of(path: str, *, mesh: dict[str, Any] | None = None, **settings: Any)
     given = {"steps": 1, "batch": 2, "leads": 2, **settings}
     return Config(
         data=DataConfig(store=path),
-        model=ModelConfig(patch=2, window=(2, 4), width=16, depth=1, heads=2, norm_groups=4),
+        model=SwinConfig(patch=2, window=(2, 4), width=16, depth=1, heads=2, norm_groups=4),
         mesh=MeshConfig(**(mesh or {})),
         train=TrainConfig(**given),
     )
@@ -143,7 +143,8 @@ def _weighted(wet: list[list[bool]], errors: list[float]) -> tuple[float, float,
     weights = LossWeights.of(here, np.ones((1, 8)), mean_area=1.0, link=link)
     shared = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
     error = torch.full((1, 1, 1, 1, 8), errors[link.rank], dtype=torch.float64)
-    loss = weighted_error(shared * error, torch.zeros_like(error), weights, "mse") / weights.total
+    loss = weighted_errors(shared * error, torch.zeros_like(error), weights, "mse").sum()
+    loss = loss / weights.total
     loss.backward()
     assert shared.grad is not None
     total, gradient = loss.detach().clone(), shared.grad.clone()

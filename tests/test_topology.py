@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from graticule.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from graticule.config import Config, DataConfig, MeshConfig, SwinConfig, TrainConfig
 from graticule.data.samples import SampleSource
 from graticule.data.statistics import compute
 from graticule.data.store import Store
@@ -21,7 +21,7 @@ from small_store import write_store
 
 
 def splits(heads: int, **mesh: int) -> list[tuple[int, int]]:
-    config = Config(model=ModelConfig(width=heads * 8, heads=heads, norm_groups=1),
+    config = Config(model=SwinConfig(width=heads * 8, heads=heads, norm_groups=1),
                     mesh=MeshConfig(**mesh))  # fmt: skip
     return [(c.mesh.window, c.mesh.sequence) for c in topology.candidates(config)]
 
@@ -52,7 +52,7 @@ def config_of(store: Store, **mesh: Any) -> Config:
     return Config(
         name="small",
         data=DataConfig(store=str(store.path)),
-        model=ModelConfig(patch=2, window=(2, 4), width=16, depth=2, heads=2, norm_groups=4),
+        model=SwinConfig(patch=2, window=(2, 4), width=16, depth=2, heads=2, norm_groups=4),
         mesh=MeshConfig(**mesh),
         train=TrainConfig(steps=2, batch=2),
     )

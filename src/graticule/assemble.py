@@ -6,9 +6,11 @@ look only at shapes. Attention and MLP are split over `tensor` before weights ar
 shards what is left of each. Memory comes last, when it is known how little of it is needed.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +18,25 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from graticule.config import Config
+from graticule.config import Config, UNetConfig
 from graticule.data.samples import SampleSource
 from graticule.data.store import Store
 from graticule.mesh import SAMPLE, Mesh, Stripes
+from graticule.model.family import Model
+from graticule.model.norm_gelu import BatchNormGelu
 from graticule.model.swin import Swin
+from graticule.model.unet import UNet
 from graticule.model.windows import Attend
 from graticule.parallel.data import SharedWeights, shard_weights
 from graticule.parallel.exchange import Link
 from graticule.parallel.layouts import Topology
 from graticule.parallel.materialise import materialise
+from graticule.parallel.norm_gelu import share_batches
 from graticule.parallel.routes import route_windows
 from graticule.parallel.space import stripe
 from graticule.parallel.tensor import split_tensors
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +129,7 @@ def build_model(
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
-) -> Swin:
+) -> Model:
     """The configured model of one process with its initial weights, or, on `meta`, without any.
 
     dtype: of the master weights. Each parameter is drawn from a key of the seed and its name, so
@@ -134,20 +142,41 @@ def build_model(
     return model
 
 
-def _unplaced(config: Config, shapes: Shapes, dtype: torch.dtype) -> Swin:
-    """The configured model with its parameters on `meta` and its index maps in memory."""
+def _unplaced(config: Config, shapes: Shapes, dtype: torch.dtype) -> Model:
+    """The configured model with its parameters on `meta` and its buffers in memory."""
     model = config.model
     newest = (shapes.num_inputs - 1) * shapes.num_prognostic
+    if isinstance(model, UNetConfig) and config.train.precision == "paper":
+        raise ValueError(
+            "train.precision=paper is how TERRA was trained, which is of the family swin; a U-Net"
+            " computes its last convolution in float32 with bf16 or fp16 too"
+        )
     precision = PRECISIONS[config.train.precision]
     if dtype is not torch.float32:
         precision = Precision(compute=dtype, stream=dtype, fields=dtype)
+    told: dict[str, Any] = {
+        "grid": shapes.grid,
+        "in_channels": shapes.in_channels,
+        "out_channels": shapes.out_channels,
+        "states": (newest, newest + shapes.num_prognostic),
+        "num_outputs": shapes.num_outputs,
+        "compute_dtype": precision.compute,
+    }
     with torch.device("meta"):
+        if isinstance(model, UNetConfig):
+            return UNet(
+                **told,
+                widths=model.widths,
+                factor=model.factor,
+                dilations=model.dilations,
+                norm=model.norm,
+                norm_groups=model.norm_groups,
+                most=model.activation_max,
+                upsampling=model.upsampling,
+                position_features=model.position_features,
+            ).to(dtype=dtype)
         return Swin(
-            grid=shapes.grid,
-            in_channels=shapes.in_channels,
-            out_channels=shapes.out_channels,
-            states=(newest, newest + shapes.num_prognostic),
-            num_outputs=shapes.num_outputs,
+            **told,
             patch=model.patch,
             sampling=model.sampling,
             width=model.width,
@@ -159,7 +188,6 @@ def _unplaced(config: Config, shapes: Shapes, dtype: torch.dtype) -> Swin:
             bias_table=model.bias_table,
             boundary=model.boundary,
             padded_shape=model.padded_shape,
-            compute_dtype=precision.compute,
             stream_dtype=precision.stream,
         ).to(dtype=dtype)
 
@@ -205,7 +233,10 @@ def assemble(
     All ranks call it together. ValueError where a layout does not suit the model.
     """
     settings = config.mesh
+    _require_axes(config, mesh)
     model = _unplaced(config, shapes, dtype)
+    if isinstance(model, UNet) and model.seam and mesh.rank == 0:
+        _say_once(model.seam)
     stripes = Stripes.of(
         model.scales,
         grid=shapes.grid,
@@ -218,6 +249,7 @@ def assemble(
     links = [link]
     if mesh.sample_size > 1:
         stripe(model, stripes, link)
+    if mesh.sample_size > 1 and isinstance(model, Swin):
         topology = Topology(
             window=mesh.sizes["window"],
             sequence=mesh.sizes["sequence"],
@@ -227,6 +259,9 @@ def assemble(
         sequence = Link(mesh.group("sequence"), settings.exchange)
         route_windows(model, topology, stripes, link, sequence)
         links += [sequence, split_tensors(model, mesh)]
+    if any(isinstance(module, BatchNormGelu) for module in model.modules()):
+        links.append(Link(mesh.group(), settings.exchange))
+        share_batches(model, links[-1])
     shard_weights(model, mesh, settings, model.compute_dtype)
     if place is None:
         materialise(model, config.train.seed, device)
@@ -237,8 +272,32 @@ def assemble(
     return Running(model=model, mesh=mesh, stripes=stripes, shared=shared, links=tuple(links))
 
 
+@cache
+def _say_once(what: str) -> None:
+    _log.warning("%s", what)
+
+
+def _require_axes(config: Config, mesh: Mesh) -> None:
+    """ValueError for axes that share out what the model has not: attention windows, heads."""
+    if not isinstance(config.model, UNetConfig):
+        return
+    for axis in ("sequence", "tensor"):
+        if mesh.sizes[axis] > 1:
+            raise ValueError(
+                f"mesh.{axis}={mesh.sizes[axis]} shares out attention, and a U-Net has none: its"
+                " samples are shared in stripes by mesh.window alone, so take"
+                f" mesh.window={mesh.sample_size} and mesh.{axis}=1; weights are shared by"
+                " mesh.weights=sharded"
+            )
+    if config.mesh.fixed_windows:
+        raise ValueError(
+            f"mesh.fixed_windows={config.mesh.fixed_windows} lays out attention windows, and a"
+            " U-Net has none: leave it at none"
+        )
+
+
 def describe(config: Config, shapes: Shapes) -> dict[str, Any]:
-    """Parameters, tokens, padded shape and FLOPs (2 per multiply-add), allocating nothing.
+    """Parameters, shapes and FLOPs (2 per multiply-add), allocating nothing.
 
     The model runs on PyTorch's meta device under PyTorch's own counter, which gives linears and
     convolutions. Attention goes by formula, 4 x tokens x window tokens x width per block, since
@@ -246,7 +305,7 @@ def describe(config: Config, shapes: Shapes) -> dict[str, Any]:
     forward of linears and convolutions and 3.5 times that of attention (two gradients, and
     scores computed anew), for one sample and all of its leads.
     """
-    if config.model.padded_shape is None and shapes.grid[0] * shapes.grid[1] < 1:
+    if shapes.grid[0] * shapes.grid[1] < 1:
         raise ValueError(f"data.grid={shapes.grid} holds no point")
     model = build_model(config, shapes, device="meta")
     for module in model.modules():
@@ -256,15 +315,17 @@ def describe(config: Config, shapes: Shapes) -> dict[str, Any]:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(field)
     dense = counter.get_total_flops()
-    window = model.windows.window_tokens
-    attention = 4 * model.num_tokens * window * config.model.width * config.model.depth
+    attention = 0
+    if isinstance(model, Swin):
+        tokens, width = model.num_tokens, model.recover.linear.weight.shape[1]
+        attention = 4 * tokens * model.windows.window_tokens * width * len(model.blocks)
     return {
         "recipe": config.name,
+        "family": config.model.family,
         "parameters": sum(p.numel() for p in model.parameters()),
         "grid": list(shapes.grid),
-        "padded_shape": list(model.padded_shape),
-        "tokens": model.num_tokens,
-        "windows": model.windows.num_windows,
+        **(_of_swin(model) if isinstance(model, Swin) else {}),
+        **(_of_unet(model) if isinstance(model, UNet) else {}),
         "in_channels": shapes.in_channels,
         "out_channels": shapes.out_channels,
         "forward_flops": dense + attention,
@@ -272,6 +333,32 @@ def describe(config: Config, shapes: Shapes) -> dict[str, Any]:
         "forward_flops_attention": attention,
         "step_flops": (3 * dense + 7 * attention // 2) * config.train.leads,
         "leads": config.train.leads,
+    }
+
+
+def _of_swin(model: Swin) -> dict[str, Any]:
+    return {
+        "padded_shape": list(model.padded_shape),
+        "tokens": model.num_tokens,
+        "windows": model.windows.num_windows,
+    }
+
+
+def _of_unet(model: UNet) -> dict[str, Any]:
+    """stages: of each block its grid, features that go in, are inside and come out, dilation and
+    parameters. seam: see `UNet`."""
+    return {
+        "stages": [
+            {
+                "name": name,
+                "grid": list(block.points),
+                "features": [block.conv1.weight.shape[1], *block.mix.weight.shape[1::-1]],
+                "dilation": block.dilation,
+                "parameters": sum(p.numel() for p in block.parameters()),
+            }
+            for name, block in model.blocks
+        ],
+        "seam": model.seam,
     }
 
 

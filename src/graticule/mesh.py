@@ -134,8 +134,20 @@ class Cut:
         return np.searchsorted(self.bounds, points, side="right") - 1
 
     def finer(self, factor: int, size: int) -> "Cut":
-        """Of `size` points, `factor` to each of ours; the last ones may be fewer."""
-        return Cut(tuple(min(bound * factor, size) for bound in self.bounds))
+        """Of `size` points, `factor` to each of ours; of our last one they may be fewer, or more:
+        a pooling leaves points out that make no whole one."""
+        return Cut(tuple(size if bound == self.size else bound * factor for bound in self.bounds))
+
+    def pooled(self, factor: int) -> "Cut":
+        """Of points that are `factor` of ours each, as `finer` parts them; those that are left
+        over make none. ValueError where one of them would lie in two ranges."""
+        split = [bound for bound in self.bounds if bound % factor and bound != self.size]
+        if split:
+            raise ValueError(
+                f"ranges that begin at {self.bounds[:-1]} share points that are {factor} of these"
+                f" each, at {split}: make the stripes with Stripes.of from all scales of the model"
+            )
+        return Cut(tuple(bound // factor for bound in self.bounds))
 
     def strided(self, stride: int) -> "Cut":
         """Of every `stride`-th point: whoever holds point stride x i holds i."""

@@ -19,9 +19,11 @@ from graticule.config import Config, from_dict, override
 from graticule.data.samples import SampleSource
 from graticule.data.statistics import Statistics
 from graticule.data.store import Store
-from graticule.evaluate import Scores, evaluate
+from graticule.evaluate import OceanScores, Scores, evaluate, load_ocean
 from graticule.evaluate.scores import FORMAT as SCORES_FORMAT
 from graticule.evaluate.spectra import Spectra
+from graticule.forecast.clock import timing_path
+from graticule.forecast.log import log_path
 from graticule.forecast.reader import open_forecast
 from graticule.forecast.run import forecast
 from graticule.mesh import Mesh
@@ -32,8 +34,10 @@ from graticule.report.page import require_writable, write_page
 from graticule.report.run_report import run_report
 from graticule.report.subject import Opened, Subject
 from graticule.train import checkpoint
-from graticule.train.task import require_same_fields
+from graticule.train.task import in_steps, require_same_fields
 from graticule.train.trainer import train
+from graticule.train.validate import FILE as VALIDATION
+from graticule.train.validate import STARTS, Wanted, best, read_validation, validate, weights_of
 
 Progress = Callable[[int, int], None]
 Bar = Callable[[str, str], AbstractContextManager[Callable[..., None]]]
@@ -47,7 +51,7 @@ def is_trained(run: Path, config: Config) -> bool:
     if not (run / "config.json").is_file():
         return False
     done = checkpoint.complete(run)
-    return bool(done) and checkpoint.step_of(done[-1]) >= config.train.steps
+    return bool(done) and checkpoint.step_of(done[-1]) >= in_steps(config).train.steps
 
 
 def trained_run(config: Config, run: Path, *, progress: Any = None) -> float:
@@ -82,9 +86,22 @@ def forecast_of(run: Path, *, progress: Progress | None = None) -> tuple[Path, d
     made: dict[str, Any] = {}
     talk = everyone()
     if not talk.first(path.exists):
-        talk.first(lambda: shutil.rmtree(part, ignore_errors=True))  # what a killed process left
+
+        def clear() -> None:  # what a killed process left
+            shutil.rmtree(part, ignore_errors=True)
+            for beside in (log_path, timing_path):
+                beside(part).unlink(missing_ok=True)
+
+        talk.first(clear)
         made = forecast_from_run(run, part, progress=progress) | {"forecast": str(path)}
-        talk.first(lambda: part.rename(path))
+
+        def name() -> None:
+            for beside in (log_path, timing_path):
+                if beside(part).exists():
+                    beside(part).replace(beside(path))
+            part.rename(path)
+
+        talk.first(name)
     wanted = checkpoint.weights_of(checkpoint.find(run))
     with open_forecast(path) as opened:
         if opened.attributes["run_fingerprint"] != wanted:
@@ -102,6 +119,7 @@ def forecast_from_run(
     starts: Sequence[str] = (),
     settings: Sequence[str] = (),
     device: str | None = None,
+    resume: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Forecast with a run's weights. `run`: its folder, or one of its checkpoints.
@@ -114,6 +132,9 @@ def forecast_from_run(
     settings: `forecast.*`, `data.store` and splits; `mesh.*` of the processes that were started,
     all of which make this call. By default they form the run's mesh if their number allows it.
     The file is the same whatever the mesh.
+    resume: go on with what a forecast of this kind that was stopped left at `out`.
+    Returns where the forecast is, how many starts and leads it has, and what this call cost, as
+    `Timing.to_dict` says it.
     """
     found = checkpoint.find(run)
     state = checkpoint.read_state(found)
@@ -144,13 +165,24 @@ def forecast_from_run(
     if out is None:
         named = found.resolve() == run.resolve()
         out = found.parents[1] / (f"forecast-{found.name}.zarr" if named else "forecast.zarr")
-    told = replace(config, mesh=trained.mesh)  # what it is a forecast of, not who computed it
+    # What it is a forecast of, not who computed it, nor what is told on the way.
+    told = replace(
+        config,
+        mesh=trained.mesh,
+        forecast=replace(
+            config.forecast, log_every=trained.forecast.log_every,
+            restart_every=trained.forecast.restart_every,
+        ),
+    )  # fmt: skip
     timing = forecast(
         running.model,
         SampleSource(store, config.data, rows=stripes.rows, columns=stripes.columns),
         statistics, out,
         starts=chosen, leads=leads, device=device, progress=progress, mesh=mesh, stripes=stripes,
         inputs=[found],
+        resume=resume,
+        restart_every=config.forecast.restart_every,
+        log_every=config.forecast.log_every,
         attributes={
             "title": f"forecast of {config.name}",
             "config": json.dumps(told.to_dict()),
@@ -164,15 +196,68 @@ def forecast_from_run(
         "forecast": str(out),
         "num_starts": len(chosen),
         "leads": leads,
-        "seconds": timing.seconds,
-        "simulated_years_per_day": timing.simulated_years_per_day,
+        **timing.to_dict(),
+    }
+
+
+def validate_run(
+    run: Path,
+    *,
+    leads: Sequence[int] = (),
+    starts: int = STARTS,
+    follow: bool = False,
+    settings: Sequence[str] = (),
+    device: str | None = None,
+    progress: Progress | None = None,
+    told: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Roll out from a run's checkpoints over its validation split (`train/validate.py`).
+
+    leads: horizons; none: `train.leads` and `forecast.leads`. settings: `data.store` where it was
+    moved, `forecast.weights`, and `mesh.*` of the processes that make this call.
+    Returns the lines that were added and, by horizon, the best checkpoint so far.
+    """
+    path = run / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{run} holds no run (no config.json there); name a run's folder, once training began"
+        )
+    _only(settings, ("mesh.", "data.store", "data.read_", "forecast.weights"))
+    config = override(from_dict(json.loads(path.read_text())), list(settings))
+    asked = any(setting.startswith("mesh.") for setting in settings)
+    config = _laid_out(config, everyone().size, asked=asked)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    mesh = Mesh(mesh_of(config.mesh, everyone().size), device=torch.device(device).type)
+    wanted = Wanted(
+        leads=tuple(leads) or (config.train.leads, config.forecast.leads), starts=starts
+    )
+    added = validate(
+        run, config, wanted, device=torch.device(device), mesh=mesh, follow=follow,
+        progress=progress, told=told,
+    )  # fmt: skip
+    lines = everyone().first(lambda: read_validation(run))
+    there = {found.name for found in everyone().first(lambda: checkpoint.complete(run))}
+    alike = [line for line in lines if line["weights"] == weights_of(config)]
+    most = max((line["starts"] for line in alike if line["starts"] <= starts), default=0)
+    found = best([line for line in alike if line["starts"] == most])
+    return {
+        "validation": str(run / VALIDATION),
+        "added": added,
+        "best": [
+            {
+                **{key: line[key] for key in ("leads", "lead_hours", "checkpoint", "step", "loss")},
+                "mean_ratio": line["mean_ratio"],
+                "there": line["checkpoint"] in there,
+            }
+            for line in found.values()
+        ],
     }
 
 
 def _laid_out(config: Config, size: int, *, asked: bool) -> Config:
     """The configuration with a mesh of `size` processes, and a word where it is not the run's.
 
-    asked: the mesh was set for this forecast: then it has to fit.
+    asked: the mesh was set for this command: then it has to fit.
     """
     own = config.mesh
     alike = replace(own, data=0, sequence=own.sequence or 1)
@@ -249,11 +334,12 @@ def scores_of(
 
     force: made anew. ValueError where what is there belongs to another forecast.
     """
-    _, json_path, spectra_path = _score_files(path)
+    _, json_path, spectra_path, ocean_path = _score_files(path)
     if not force and json_path.is_file() and spectra_path.is_file():
         read, spectra = _read_scores(json_path, path), Spectra.load(spectra_path)
-        _require_same_forecast(read, spectra, spectra_path)
-        return read, spectra
+        _require_same_forecast(read, spectra.attributes, len(spectra.lead_seconds), spectra_path)
+        if not (read.get("ocean") and not ocean_path.is_file()):
+            return read, spectra
     began = time.perf_counter()
     with bar(f"scoring {path.parent.name}/{path.name}", "fields") as advance:
         scores = evaluate_forecast(path, store=store, progress=advance)
@@ -267,8 +353,24 @@ def scores_of(
     return _read_scores(json_path, path), scores.spectra
 
 
-def _require_same_forecast(scores: dict[str, Any], spectra: Spectra, path: Path) -> None:
-    """Scores and spectra are two files: one may have been moved away, or be older."""
+def ocean_of(path: Path, scores: dict[str, Any]) -> OceanScores | None:
+    """The scores by depth beside a forecast, which `scores_of` makes with the others; None where
+    these are of no ocean. ValueError where what is there belongs to other scores."""
+    *_, ocean_path = _score_files(path)
+    if not (scores.get("ocean") and ocean_path.is_file()):
+        return None
+    ocean = load_ocean(ocean_path)
+    _require_same_forecast(scores, ocean.attributes, ocean.valid_seconds.shape[1], ocean_path)
+    return ocean
+
+
+def _require_same_forecast(
+    scores: dict[str, Any], attributes: dict[str, Any], num_leads: int, path: Path
+) -> None:
+    """Scores and what lies beside them are files apart: one may have been moved, or be older.
+
+    attributes, num_leads: of the file at `path`.
+    """
     forecast = scores["provenance"]["forecast"]
     last = max(row["lead"] for row in scores["rows"])
     wanted = {
@@ -276,14 +378,14 @@ def _require_same_forecast(scores: dict[str, Any], spectra: Spectra, path: Path)
         "store_fingerprint": scores["provenance"]["store_fingerprint"],
         "region": scores["region"] or "everywhere",
     }
-    here = {name: spectra.attributes.get(name) for name in wanted}
+    here = {name: attributes.get(name) for name in wanted}
     other = [
         f"{name} {here[name]} there and {wanted[name]} in the scores beside it"
         for name in wanted
         if _text(here[name]) != _text(wanted[name])
     ]
-    if len(spectra.lead_seconds) < last:
-        other.append(f"{len(spectra.lead_seconds)} leads there and {last} in the scores")
+    if num_leads < last:
+        other.append(f"{num_leads} leads there and {last} in the scores")
     if other:
         raise ValueError(f"{path}: {'; '.join(other)}. Give --force to score the forecast again")
 
@@ -293,21 +395,24 @@ def _text(value: Any) -> str:
 
 
 def save_scores(scores: Scores, forecast_path: Path, *, force: bool = False) -> None:
-    """Write the table of scores, their JSON and the spectra beside a forecast.
+    """Write the table of scores, their JSON, the spectra and an ocean's scores by depth beside a
+    forecast.
 
     What is there is kept, scored perhaps in a region; with `force` it is replaced.
     """
-    csv_path, json_path, spectra_path = _score_files(forecast_path)
+    csv_path, json_path, spectra_path, ocean_path = _score_files(forecast_path)
     if force or not csv_path.exists():
         scores.write_csv(csv_path, force=force)
     if force or not json_path.exists():
         scores.write_json(json_path, force=force)
     if force or not spectra_path.exists():
         scores.write_spectra(spectra_path, force=force)
+    if scores.ocean is not None and (force or not ocean_path.exists()):
+        scores.write_ocean(ocean_path, force=force)
 
 
 def _score_files(forecast_path: Path) -> list[Path]:
-    suffixes = (".scores.csv", ".scores.json", ".spectra.nc")
+    suffixes = (".scores.csv", ".scores.json", ".spectra.nc", ".ocean.nc")
     return [forecast_path.with_suffix(suffix) for suffix in suffixes]
 
 
@@ -371,6 +476,12 @@ def report_run(
     path = forecast_path or plan.run / "forecast.zarr"
     opened = Opened.read(path) if forecast_path or path.exists() else None
     scores, spectra = scored(path, "The forecast") if opened else (None, None)
+    ocean = None
+    if scores:
+        try:
+            ocean = ocean_of(path, scores)
+        except ValueError as error:
+            troubles.append(f"The forecast has no scores by depth here: {error}")
     others, others_scores = {}, {}
     for label, other in plan.others.items():
         others[label] = RunFolder.read(other)
@@ -388,6 +499,7 @@ def report_run(
         forecast=opened,
         scores=scores,
         spectra=spectra,
+        ocean=ocean,
         store=_store_at(store or truth),
         training_store=_store_at(trained_on) or _store_at(store or ""),
         others=others,
@@ -413,7 +525,7 @@ def report_run(
 
 def _scores_alone(path: Path) -> dict[str, Any] | None:
     """Scores that lie beside a forecast whose spectra cannot be made."""
-    _, json_path, _ = _score_files(path)
+    _, json_path, *_ = _score_files(path)
     try:
         return _read_scores(json_path, path) if json_path.is_file() else None
     except ValueError:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from graticule.assemble import Shapes
-from graticule.config import Config, ModelConfig, TrainConfig
+from graticule.config import Config, SwinConfig, TrainConfig
 from graticule.parallel.launch import laid_out, ranks_of
 from graticule.verify import QUANTITIES, Results, difference, measure
 from pools import Pools
 
-GLOBE = ModelConfig(
+GLOBE = SwinConfig(
     patch=2, sampling=2, width=16, depth=2, heads=4, window=(3, 4), norm_groups=4, mlp_ratio=2
 )
 PAPER = replace(GLOBE, boundary="paper", window=3)
@@ -24,7 +24,7 @@ PLAIN = replace(GLOBE, sampling=1, patch=4, bias_table=False, depth=4)
 GLOBE_GRID, PAPER_GRID = (33, 32), (29, 31)
 ONE_LEAD = TrainConfig()
 LEADS_3 = TrainConfig(leads=3, loss="mse")
-ACCUMULATED = TrainConfig(accumulation=3, leads=2, rollout_gradient="detached")
+ACCUMULATED = TrainConfig(accumulation=3, leads=2, detach_every=1)
 
 
 @dataclass(frozen=True)

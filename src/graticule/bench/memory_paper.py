@@ -28,7 +28,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from graticule.assemble import Shapes
 from graticule.bench.rows import Row, Setting
 from graticule.cluster.devices import device
-from graticule.config import Config, MeshConfig, ModelConfig, TrainConfig
+from graticule.config import Config, MeshConfig, SwinConfig, TrainConfig
 from graticule.memory.choose import Mode, choose
 from graticule.memory.costs import ProfileCosts
 from graticule.memory.plan import Plan
@@ -47,7 +47,7 @@ TITLE = (
 )
 GIB = 2**30
 RANKS, LEADS = 8, 10
-MODEL = ModelConfig(patch=4, width=1024, depth=10, heads=8, window=8, boundary="paper")
+MODEL = SwinConfig(patch=4, width=1024, depth=10, heads=8, window=8, boundary="paper")
 GRID, CHANNELS = (2304, 4352), 93
 
 

@@ -49,7 +49,7 @@ def configs(store: Path, out: Path, seed: int) -> dict[str, Config]:
             base,
             name=name,
             data=data,
-            model=replace(base.model, patch=patch, sampling=sampling),
+            model=replace(base.swin, patch=patch, sampling=sampling),
             train=replace(base.train, steps=PRETRAINING, seed=seed),
         )
 

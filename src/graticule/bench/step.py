@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graticule.assemble import PRECISIONS, Running, Shapes, assemble, describe
 from graticule.bench.rows import Row, Setting
-from graticule.config import Config, ModelConfig, TrainConfig
+from graticule.config import Config, SwinConfig, TrainConfig
 from graticule.mesh import Mesh
 from graticule.model.layers import dense
 from graticule.train.loss import LossWeights
@@ -102,7 +102,7 @@ class _Noise:
 def workload(precision: str) -> tuple[Config, Shapes]:
     """The model that is benched, and its fields."""
     config = Config(
-        model=ModelConfig(patch=2, width=256, depth=4, heads=8, window=8),
+        model=SwinConfig(patch=2, width=256, depth=4, heads=8, window=8),
         train=TrainConfig(batch=1, precision=precision),  # type: ignore[arg-type]
     )
     shapes = Shapes(

@@ -44,7 +44,7 @@ PLAN_SECONDS, PLAN_RANKS, PLAN_POINTS, PLAN_REPEATS = 0.1, 96, (2304, 4352), 7
 BYTES = 2
 """Of a number in 16 bits."""
 
-MODEL = recipe("wenhai-small").model
+MODEL = recipe("wenhai-small").swin
 GRID = recipe("wenhai-small").data.grid or (0, 0)
 FINE = MODEL.patch * MODEL.sampling
 
@@ -210,7 +210,7 @@ def _assignment_rows(ranks: int, side: int) -> Iterator[Row]:
 
 def planning() -> Row:
     """The slowest of a first, a middle and a last rank."""
-    model = recipe("wenhai-small-p2").model
+    model = recipe("wenhai-small-p2").swin
     fine = model.patch * model.sampling
     tokens = PLAN_POINTS[0] // fine, PLAN_POINTS[1] // fine
     grid = WindowGrid(tokens, tokens, model.window_shape, "paper")

@@ -16,7 +16,7 @@ from graticule.parallel.watch import RankFailed
 
 __all__ = ["build_parser", "main"]
 
-TOGETHER = (["train"], ["forecast"], ["evaluate"], ["report"])
+TOGETHER = (["train"], ["validate"], ["forecast"], ["evaluate"], ["report"])
 """Commands that several processes run together."""
 OF_ITS_OWN = (["demo"], ["bench"])
 """Commands that train by the way: never several at once in one folder."""

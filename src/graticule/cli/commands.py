@@ -136,17 +136,48 @@ def run_info(options: argparse.Namespace) -> int:
 
     config = _config(options)
     info = describe(config, shapes_of_config(config))
+    channels = f"{info['in_channels']} channels in, {info['out_channels']} out"
+    if info["family"] == "swin":
+        shape = [
+            f"grid {by(info['grid'])}, padded {by(info['padded_shape'])}, {info['tokens']:,} tokens"
+            f" in {info['windows']:,} windows, {channels}"
+        ]
+    else:
+        shape = [f"grid {by(info['grid'])}, {channels}, {config.model.words}"]
+        for stage in info["stages"]:
+            features = " -> ".join(map(str, stage["features"]))
+            shape.append(
+                f"  {stage['name']:8} {by(stage['grid']):>12}   {features:>18}   dilation"
+                f" {stage['dilation']:2}   {stage['parameters']:>12,}"
+            )
+        shape += [info["seam"]] if info["seam"] else []
+    parts = "convolutions"
+    if info["family"] == "swin":
+        parts = (
+            f"linears and convolutions {_flop(info['forward_flops_dense'])}, attention"
+            f" {_flop(info['forward_flops_attention'])}"
+        )
     text = [
         f"{info['recipe']}: {info['parameters']:,} parameters",
-        f"grid {by(info['grid'])}, padded {by(info['padded_shape'])}, {info['tokens']:,} tokens"
-        f" in {info['windows']:,} windows, {info['in_channels']} channels in,"
-        f" {info['out_channels']} out",
-        f"forward {_flop(info['forward_flops'])} (2 per multiply-add): linears and"
-        f" convolutions {_flop(info['forward_flops_dense'])}, attention"
-        f" {_flop(info['forward_flops_attention'])}",
+        *shape,
+        f"forward {_flop(info['forward_flops'])} (2 per multiply-add): {parts}",
         f"training step, {info['leads']} lead(s): {_flop(info['step_flops'])} a sample",
     ]
     print_result(options, info, lambda: "\n".join(text))
+    return 0
+
+
+def run_adopt(options: argparse.Namespace) -> int:
+    from graticule.train.published import adopt
+
+    config = _config(options)
+    out = Path(options.out or f"runs/{config.name}")
+    path = adopt(config, options.file, out)
+    print_result(
+        options,
+        {"run": str(out), "checkpoint": str(path)},
+        lambda: f"{out}: a run at step 0 with the weights of {options.file}",
+    )
     return 0
 
 
@@ -199,6 +230,55 @@ def _print_run(options: argparse.Namespace, out: Path, last: Path) -> None:
     print_result(options, values, lambda: text)
 
 
+def run_validate(options: argparse.Namespace) -> int:
+    from graticule.parallel.launch import processes
+
+    with processes(options.device) as options.here:
+        return _validate(options)
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from graticule.tasks import validate_run
+
+    here = options.here
+    with Bar("validating", "leads") if here.speaks else nullcontext() as bar:
+        result = validate_run(
+            Path(options.run_folder),
+            leads=_leads(options.leads),
+            starts=options.starts,
+            follow=options.follow,
+            settings=options.set,
+            device=str(here.device),
+            progress=bar,
+            told=lambda line: say(_validated(line)),
+        )
+    if not here.speaks:
+        return 0
+    lines = [
+        f"best at {_validated(line)}{'' if line['there'] else ' (removed: train.keep_checkpoints)'}"
+        for line in result["best"]
+    ]
+    lines = lines or ["no rollout was finite: there is no best checkpoint"]
+    print_result(options, result, lambda: "\n".join(lines))
+    return 0
+
+
+def _validated(line: dict[str, Any]) -> str:
+    told = f"{line['leads']} leads ({line['lead_hours']:g} h): {line['checkpoint']}"
+    if line["loss"] is None:
+        return f"{told}, the rollout is not finite"
+    ratio = line["mean_ratio"]
+    ratio = "" if ratio is None else f", {ratio:.3f} of persistence's RMSE"
+    return f"{told}, loss {line['loss']:.5f}{ratio}"
+
+
+def _leads(text: str | None) -> list[int]:
+    try:
+        return [int(part) for part in _names(text)]
+    except ValueError:
+        raise ValueError(f"--leads {text}: write numbers of leads, for instance 5,20") from None
+
+
 def run_forecast(options: argparse.Namespace) -> int:
     from graticule.parallel.launch import processes
 
@@ -207,6 +287,7 @@ def run_forecast(options: argparse.Namespace) -> int:
 
 
 def _forecast(options: argparse.Namespace) -> int:
+    from graticule.forecast.clock import told
     from graticule.tasks import forecast_from_run, record_stage
 
     here = options.here
@@ -217,6 +298,7 @@ def _forecast(options: argparse.Namespace) -> int:
             starts=options.start,
             settings=options.set,
             device=str(here.device),
+            resume=options.resume,
             progress=bar,
         )
     if not here.speaks:
@@ -226,8 +308,8 @@ def _forecast(options: argparse.Namespace) -> int:
         options,
         result,
         lambda: (
-            f"{result['forecast']}: {result['num_starts']} starts x {result['leads']} leads,"
-            f" {result['simulated_years_per_day']:,.0f} simulated years per day"
+            f"{result['forecast']}: {result['num_starts']} starts x {result['leads']} leads\n"
+            f"{told(result)}"
         ),
     )
     return 0
@@ -249,11 +331,12 @@ def _evaluate(options: argparse.Namespace) -> int:
     base = Path(options.out or Path(options.forecast).with_suffix(".scores"))
     csv, json = (base.with_name(base.name + suffix) for suffix in (".csv", ".json"))
     spectra = base.with_name(base.name.removesuffix(".scores") + ".spectra.nc")
+    ocean = base.with_name(base.name.removesuffix(".scores") + ".ocean.nc")
     if not os.access(base.parent, os.W_OK):
         raise ValueError(
             f"{base.parent} permission denied, or no such folder; name another with --out"
         )
-    for path in (csv, json, spectra):
+    for path in (csv, json, spectra, ocean):
         if path.exists() and not options.force:  # before hours of reading
             raise ValueError(f"{path} exists already: name others with --out, or give --force")
     began = time.perf_counter()
@@ -266,6 +349,8 @@ def _evaluate(options: argparse.Namespace) -> int:
         scores.write_csv(csv, force=options.force)
         scores.write_json(json, force=options.force)
         scores.write_spectra(spectra, force=options.force)
+        if scores.ocean is not None:
+            scores.write_ocean(ocean, force=options.force)
 
     everyone().first(write)
     if options.here.speaks:

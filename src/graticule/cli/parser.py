@@ -231,17 +231,53 @@ def build_parser() -> Parser:
     train.add_argument("--profile", type=int, metavar="N",
                        help="show where the time and memory of N steps went")  # fmt: skip
 
+    adopt = add(
+        top, "adopt", commands.run_adopt,
+        "Make a run of published Samudra weights, for forecasts and to train on.",
+        ("graticule adopt samudra ema_ckpt.pt --set data.store=data/om4.zarr --out runs/published",
+         "graticule adopt samudra-1 weights.safetensors --set data.store=data/om4.zarr",
+         "graticule adopt samudra ckpt.pt --set model.norm=instance --out runs/fine"),
+        sets=True,
+    )  # fmt: skip
+    adopt.add_argument("recipe", metavar="RECIPE", help="a name, or a run's config.json")
+    adopt.add_argument("file", metavar="FILE", help=".safetensors, or a checkpoint of torch")
+    adopt.add_argument("--out", help="folder of the run (default runs/RECIPE)")
+
+    validate = add(
+        top, "validate", commands.run_validate,
+        "Roll a run's checkpoints out over its validation split, apart from training.",
+        ("graticule validate runs/first --leads 5,20",
+         "graticule validate runs/first --follow --device cpu",
+         "graticule validate runs/first --starts 64 --json"),
+        sets=True,
+    )  # fmt: skip
+    validate.epilog = (
+        "Lines go to RUN/validation.jsonl: by horizon the loss, RMSE by channel, and its ratio to"
+        " persistence. On several processes as train."
+    )
+    validate.add_argument("run_folder", metavar="RUN", help="a run's folder")
+    validate.add_argument("--leads", metavar="N,N,...",
+                          help="horizons (default: train.leads and forecast.leads)")  # fmt: skip
+    validate.add_argument("--starts", type=int, default=16, metavar="N",
+                          help="initial times at most, evenly spaced (default 16)")  # fmt: skip
+    validate.add_argument("--follow", action="store_true",
+                          help="wait for checkpoints until the run's last step")  # fmt: skip
+    validate.add_argument("--device", help="of torch (default: a GPU if there is one)")
+
     forecast = add(
         top, "forecast", commands.run_forecast, "Forecast from initial times of the run's store.",
         ("graticule forecast runs/first", "graticule forecast runs/first --start 2001-12-10T06:00"
          " --set forecast.leads=20 --out runs/one.nc",
-         "graticule forecast runs/first --set forecast.split=validation --out runs/val.zarr"),
+         "graticule forecast runs/first --set forecast.split=validation --out runs/val.zarr",
+         "graticule forecast runs/first --set forecast.leads=700 --out runs/long.zarr --resume"),
         sets=True,
     )  # fmt: skip
     forecast.add_argument("run_folder", metavar="RUN", help="a run, or one of its checkpoints")
     forecast.add_argument("--start", action="append", default=[], metavar="DATE",
                           help="an initial time; may be repeated (default: the split)")  # fmt: skip
     forecast.add_argument("--out", help=".zarr or .nc (default RUN/forecast.zarr)")
+    forecast.add_argument("--resume", action="store_true",
+                          help="go on with one that was stopped (Zarr), on any layout")  # fmt: skip
     forecast.add_argument("--device", help="of torch (default: a GPU if there is one)")
 
     evaluate = add(

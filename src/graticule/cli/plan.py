@@ -165,8 +165,8 @@ def _fit(options: argparse.Namespace, config: "Config", rates: "Device") -> int:
         rows.append(
             {
                 "devices": devices,
-                "width": fitted.model.width,
-                "heads": fitted.model.heads,
+                "width": fitted.swin.width,
+                "heads": fitted.swin.heads,
                 "parameters": describe(fitted, shapes)["parameters"],
                 **_least(chooser),
                 "cpu_seconds": time.process_time() - began,

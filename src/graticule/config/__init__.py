@@ -7,12 +7,13 @@ Unknown keys are refused with the nearest name, and no field changes another.
 
 from graticule.config.data import DataConfig, EvaluateConfig, ForecastConfig
 from graticule.config.devices import MemoryConfig, MeshConfig
-from graticule.config.model import ModelConfig
+from graticule.config.model import ModelConfig, SwinConfig, UNetConfig
 from graticule.config.settings import Config, fingerprint, from_dict, override
 from graticule.config.train import TrainConfig
 from graticule.config.values import bytes_of
 
 __all__ = [
     "Config", "DataConfig", "EvaluateConfig", "ForecastConfig", "MemoryConfig", "MeshConfig",
-    "ModelConfig", "TrainConfig", "bytes_of", "fingerprint", "from_dict", "override",
+    "ModelConfig", "SwinConfig", "TrainConfig", "UNetConfig", "bytes_of", "fingerprint",
+    "from_dict", "override",
 ]  # fmt: skip

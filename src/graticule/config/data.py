@@ -34,7 +34,10 @@ class DataConfig:
     output_offsets: tuple[int, ...] = (1,)
     """States predicted in one model step, in strides from the initial time."""
     forcing_offsets: tuple[int, ...] = (0,)
-    """Times of the forcing given with one model step, in strides from its initial time."""
+    """Times of the forcing given with one model step, in strides from its initial time. Over the
+    window of the input states, as Samudra was trained: `input_offsets` itself, (-1, 0). Over the
+    window of the labels, the forcing under which the predicted states came about: `output_offsets`
+    itself, (1, 2). A rollout moves both on by the output times of a step, lead by lead."""
     stride: int = 1
     """Store steps per offset: 12 for a twelve-hour model on hourly data."""
     train: tuple[str, ...] = ()
@@ -95,10 +98,20 @@ class ForecastConfig:
     split: Literal["train", "validation", "test"] = "test"
     weights: Literal["average", "last"] = "average"
     """`average`: the moving average where the run has one, else the last weights."""
+    log_every: int = 10
+    """Log mean, least and greatest value of each channel beside the forecast after every n-th
+    model step and the last; 0: never. What that costs is told at the end."""
+    restart_every: int = 10
+    """Keep what a stopped forecast goes on with after every n-th model step; 0: never. Each time
+    costs about what a lead does to write."""
 
     def __post_init__(self) -> None:
-        require(self.leads >= 1, f"forecast.leads={self.leads} must be at least 1")
-        require(self.every >= 1, f"forecast.every={self.every} must be at least 1")
+        for name in ("leads", "every"):
+            value = getattr(self, name)
+            require(value >= 1, f"forecast.{name}={value} must be at least 1")
+        for name in ("log_every", "restart_every"):
+            value = getattr(self, name)
+            require(value >= 0, f"forecast.{name}={value} must be at least 0 (0: never)")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ class MeshConfig:
     """Samples side by side; 0: what the other axes leave of the processes that were started."""
     member: int = 1
     window: int = 1
-    """Ranks that share a sample's attention windows."""
+    """Ranks that share a sample: its stripes, and of a Swin its attention windows too."""
     sequence: int = 1
     """Ranks that share each window's tokens; 0: the split of mesh.window ranks into window x
     sequence that is fastest, found out before training (TERRA, Algorithm 1)."""

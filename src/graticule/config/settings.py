@@ -7,13 +7,13 @@ import json
 import typing
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from graticule.config.data import DataConfig, EvaluateConfig, ForecastConfig
 from graticule.config.devices import MemoryConfig, MeshConfig
-from graticule.config.model import ModelConfig
+from graticule.config.model import FAMILIES, ModelConfig, SwinConfig
 from graticule.config.train import TrainConfig
 from graticule.config.values import FORBID
 
@@ -26,12 +26,22 @@ class Config:
 
     name: str = ""
     data: DataConfig = field(default_factory=DataConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: Annotated[ModelConfig, Field(discriminator="family")] = field(default_factory=SwinConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     forecast: ForecastConfig = field(default_factory=ForecastConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+
+    @property
+    def swin(self) -> SwinConfig:
+        """`model`, for what only a model with attention windows has. ValueError for another."""
+        if not isinstance(self.model, SwinConfig):
+            raise ValueError(
+                f"{self.name or 'the model'} is of the family {self.model.family}, which has no"
+                " attention windows and heads; what was asked for is of the family swin alone"
+            )
+        return self.model
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON holds them."""
@@ -54,7 +64,10 @@ def from_dict(values: dict[str, Any]) -> Config:
     """A checked `Config` from plain values; ValueError names the key, the value and the rule."""
     if not isinstance(values, dict):
         raise ValueError(f"a configuration is a table of sections, not {values!r}")
-    _refuse_unknown(values, Config, "")
+    sections = _sections(values.get("model"))
+    _refuse_unknown(values, sections, "")
+    if isinstance(model := values.get("model"), dict):
+        values = {**values, "model": {"family": "swin", **model}}
     try:
         return _adapter().validate_python(values)
     except ValidationError as error:
@@ -65,8 +78,8 @@ def from_dict(values: dict[str, Any]) -> Config:
         if first["type"] == "value_error":
             raise ValueError(message) from None
         # pydantic's location also names the member of a union that failed: keep our own keys.
-        section, *rest = (str(part) for part in first["loc"][:2])
-        key, hint = section, _fields(Config)[section]
+        section, *rest = (str(part) for part in first["loc"] if part not in FAMILIES)
+        key, hint = section, sections[section]
         if rest:
             key, hint = f"{section}.{rest[0]}", _fields(hint)[rest[0]]
         kind = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
@@ -90,11 +103,17 @@ def override(config: Config, settings: list[str]) -> Config:
         if path == "name":
             values["name"] = text
             continue
-        _refuse_unknown({section: {}}, Config, "")
+        sections = _sections(values["model"])
+        _refuse_unknown({section: {}}, sections, "")
         if not dot or section == "name":
             raise ValueError(f"--set {setting}: write section.key=value")
-        section_type = _fields(Config)[section]
-        _refuse_unknown({key: None}, section_type, section + ".")
+        section_type = sections[section]
+        _refuse_unknown({key: None}, _fields(section_type), section + ".")
+        if path == "model.family" and text != config.model.family:
+            raise ValueError(
+                f"--set {setting}: the recipe's model is of the family {config.model.family}, whose"
+                " keys another family has not; choose a recipe of that family"
+            )
         hint = _fields(section_type)[key]
         holds_list = "tuple" in str(hint)
         takes_one = "int |" in str(hint)
@@ -137,22 +156,43 @@ def _fields(section: type) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in dataclasses.fields(section)}
 
 
-def _refuse_unknown(values: dict[str, Any], section: type, prefix: str) -> None:
-    known = _fields(section)
+def _sections(model: Any) -> dict[str, Any]:
+    """The keys of a whole configuration, and of which type each is. model: plain values of that
+    section, whose family decides."""
+    family = model.get("family", "swin") if isinstance(model, dict) else "swin"
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ValueError(f"model.family={family!r}: there are {' and '.join(FAMILIES)}")
+    return _fields(Config) | {"model": FAMILIES[family]}
+
+
+def _refuse_unknown(values: dict[str, Any], known: dict[str, Any], prefix: str) -> None:
     for key, value in values.items():
         if key not in known:
             near = _nearest(str(key), known, prefix)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise ValueError(f"unknown key {prefix}{key}{hint} (keys here: {', '.join(known)})")
+            told = f"unknown key {prefix}{key}"
+            if prefix == "model." and (others := _families_with(str(key))):
+                ours = next(name for name, of in FAMILIES.items() if _fields(of) == known)
+                told += f": it is one of the family {' and '.join(others)}, and this is of {ours}"
+                hint = ""
+            raise ValueError(f"{told}{hint} (keys here: {', '.join(known)})")
         if dataclasses.is_dataclass(known[key]) and isinstance(value, dict):
-            _refuse_unknown(value, typing.cast(type, known[key]), f"{prefix}{key}.")
+            inner = _fields(typing.cast(type, known[key]))
+            _refuse_unknown(value, inner, f"{prefix}{key}.")
+
+
+def _families_with(key: str) -> list[str]:
+    """The families of models that have a key."""
+    return [name for name, section in FAMILIES.items() if key in _fields(section)]
 
 
 def _nearest(key: str, known: dict[str, Any], prefix: str) -> list[str]:
     """What an unknown key may have meant: the same key elsewhere, else the nearest name."""
     homes: dict[str, list[str]] = {}
-    for name, section in _fields(Config).items():
-        for other in _fields(section) if name != "name" else ():
+    sections = {name: [hint] for name, hint in _fields(Config).items() if name != "name"}
+    sections["model"] = list(FAMILIES.values())
+    for name, types in sections.items():
+        for other in dict.fromkeys(key for one in types for key in _fields(one)):
             homes.setdefault(other, []).append(f"{name}.{other}")
     names = {**homes, **{name: [prefix + name] for name in known}}
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -93,8 +93,9 @@ class Batch:
 class Loader:
     """Iterate over batches for `numbers`, the samples' numbers in `order`.
 
-    batch: samples of all ranks together. leads: how many each batch delivers; the caller takes
-    them all before the next batch. roll_seed: turn each sample by a random number of columns,
+    batch: samples of all ranks together. leads: how many each batch delivers, or a function that
+    says it by the number of the batch's first sample; the caller takes them all before the next
+    batch, and no more are read. roll_seed: turn each sample by a random number of columns,
     drawn by the sample's number. rank, ranks: this process takes its share of each batch, which
     may be empty at the end of `numbers` only. device: where tensors arrive. Ranks that share a
     sample have the same `rank` here, and a source of their own part of the grid.
@@ -113,7 +114,7 @@ class Loader:
         numbers: range,
         *,
         batch: int,
-        leads: int,
+        leads: int | Callable[[int], int],
         roll_seed: int | None = None,
         rank: int = 0,
         ranks: int = 1,
@@ -135,7 +136,8 @@ class Loader:
                 " train.roll_longitude=false, or mesh.stripe_dim=lat"
             )
         self.source, self.order, self.numbers = source, order, numbers
-        self.batch, self.leads, self.roll_seed, self.ahead = batch, leads, roll_seed, ahead
+        self.batch, self.roll_seed, self.ahead = batch, roll_seed, ahead
+        self.leads = leads
         self.rank, self.ranks, self.threads = rank, ranks, threads
         self.wave = (rank if reader is None else reader) % waves
         self.device = torch.device(device)
@@ -159,17 +161,20 @@ class Loader:
         cells = self.source.shape[0] * self.source.shape[1]
         return samples * max(planes) * cells * self.source.store.packing.dtype.itemsize
 
-    def _groups(self) -> Iterator[list[int]]:
+    def _groups(self) -> Iterator[tuple[list[int], int]]:
+        """This rank's samples of each batch, and the leads it has."""
         for first in range(0, len(self.numbers), self.batch):
-            yield list(self.numbers[first : first + self.batch][self.rank :: self.ranks])
+            numbers = self.numbers[first : first + self.batch]
+            leads = self.leads if isinstance(self.leads, int) else self.leads(numbers[0])
+            yield list(numbers[self.rank :: self.ranks]), leads
 
     def __iter__(self) -> Generator[Batch, None, None]:
         stream = _Stream(self)
         try:
-            for keys in self._groups():
+            for keys, leads in self._groups():
                 starts = [self.order.start(key) for key in keys]
                 dates = [self.source.store.times.date(start) for start in starts]
-                batch = Batch(keys, starts, dates, stream, self.leads)
+                batch = Batch(keys, starts, dates, stream, leads)
                 yield batch
                 batch.assert_taken()
         finally:
@@ -295,8 +300,8 @@ class _Stream:
         return current.tensors, begun
 
     def _deliveries(self) -> Iterator[_Delivery]:
-        for keys in self._loader._groups():
-            for lead in range(self._loader.leads + 1):
+        for keys, leads in self._loader._groups():
+            for lead in range(leads + 1):
                 yield _Delivery(self._loader, tuple(keys), lead)
 
     def _run_jobs(self, jobs: Sequence[Job]) -> None:

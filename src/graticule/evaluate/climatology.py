@@ -30,10 +30,13 @@ class Climatology:
         *,
         channels: Sequence[int] | None = None,
         keep: int = 2,
+        counted: np.ndarray | None = None,
     ) -> None:
         """times: store indices of the training times. channels: positions in the store (all).
 
         keep: groups held in memory; a group that was dropped is read again.
+        counted: (channel, lat, lon) bool; with it, `low` and `high` are the least and the largest
+        value, (channel,) each, that these cells had at the times read so far.
         """
         if grouping not in get_args(Grouping):
             raise ValueError(
@@ -44,6 +47,9 @@ class Climatology:
         self.grouping: Grouping = grouping
         self._store, self._keep = store, max(1, keep)
         self._channels = list(range(len(store.channels)) if channels is None else channels)
+        self._counted = counted
+        self.low = np.full(len(self._channels), np.inf)
+        self.high = np.full(len(self._channels), -np.inf)
         self._members: dict[tuple[int, ...], list[int]] = {}
         for time in sorted({int(time) for time in times}):
             self._members.setdefault(self.group_of(store.times.date(time)), []).append(time)
@@ -85,6 +91,11 @@ class Climatology:
             present = np.isfinite(fields)
             np.add(total, fields, out=total, where=present)
             count += present
+            if self._counted is not None:
+                present &= self._counted
+                low = fields.min((1, 2), where=present, initial=np.inf)
+                high = fields.max((1, 2), where=present, initial=-np.inf)
+                self.low, self.high = np.minimum(self.low, low), np.maximum(self.high, high)
         empty = count == 0
         np.divide(total, count, out=total, where=~empty)
         total[empty] = np.nan

@@ -12,7 +12,11 @@ import numpy as np
 
 from graticule.data.store import Store
 from graticule.data.times import seconds_of
+from graticule.evaluate.area import cell_area_of
 from graticule.evaluate.climatology import Climatology, Grouping
+from graticule.evaluate.depths import Column
+from graticule.evaluate.ocean import OceanScores
+from graticule.evaluate.ocean_sums import OceanSums, origin_of
 from graticule.evaluate.scores import Scores
 from graticule.evaluate.spectra import Spectra
 from graticule.evaluate.stretches import Stretches
@@ -53,6 +57,7 @@ def evaluate(
     progress: of this process's share of the pairs. All processes that were started take part, and
     get the same scores or the same error; `parallel.talk.alone` keeps them out.
     Pairs whose initial or valid time is not in the store are skipped and counted.
+    Channels of an ocean on levels in metres have `OceanScores` too.
     ValueError where grid, channels, units or calendar differ, where the forecast has holes, and
     where nothing is left to score.
     """
@@ -68,9 +73,11 @@ def evaluate(
             raise ValueError(
                 f"region {region or 'everywhere'} holds no sea cell of {names[int(dry[0])]}"
             )
+        cell_area, area_told = cell_area_of(store)
+        column = Column.of(forecast.channels, store.channels)
         usual = Climatology(
             store, np.flatnonzero(store.times.within(train_ranges)), climatology,
-            channels=positions, keep=1,
+            channels=positions, keep=1, counted=None if column is None else counted,
         )  # fmt: skip
         pairs, skipped, first_skipped = _paired(forecast, store)
         for pair in pairs:  # before hours of reading
@@ -85,15 +92,28 @@ def evaluate(
             )
         )
         share = pairs[Cut.even(len(pairs), together.size).of(together.rank)]
-        stretches = Stretches.choose(names, counted, store.grid, store.grid.cell_area)
+        stretches = Stretches.choose(
+            names, _both_currents(counted, column), store.grid, store.grid.cell_area
+        )
+        ocean = None
+        if column is not None:
+            ocean = OceanSums.zero(
+                names, forecast.valid_times.shape, store.grid.shape,
+                # Of the first of all pairs, not of this process's: the same everywhere.
+                origin=origin_of(store.read(pairs[0].valid_time, positions), counted),
+                mapped=column.surface,
+            )  # fmt: skip
         none = [(name, kind.removeprefix("none: "))
                 for name, kind in zip(names, stretches.kind, strict=True)
                 if kind.startswith("none: ")]  # fmt: skip
         if none:
             log.warning("no spectrum of %s: %s", ", ".join(name for name, _ in none), none[0][1])
         sums, spectra = sums_of(
-            forecast, store, usual, share, positions, counted, stretches, progress
-        )
+            forecast, store, usual, share, positions, counted, stretches, progress,
+            cell_area=cell_area, ocean=ocean,
+        )  # fmt: skip
+        if ocean is not None:
+            ocean.see(usual.low, usual.high)
     sums, spectra = _added(sums, spectra, together)
     provenance = {
         "forecast": {key: value for key, value in forecast.attributes.items()
@@ -104,6 +124,20 @@ def evaluate(
     told = {**forecast.attributes, "store_fingerprint": store.fingerprint,
             "region": list(region) if region else "everywhere"}  # fmt: skip
     keep = ("config_fingerprint", "run_fingerprint", "weights", "store_fingerprint", "region")
+    kept = {key: told[key] for key in keep if key in told}
+    scores = None
+    if column is not None and ocean is not None:
+        scores = OceanScores(
+            column=column,
+            sums=ocean.added(together),
+            grid=store.grid,
+            init_seconds=_seconds(np.array(forecast.init_times, object)),
+            valid_seconds=_seconds(forecast.valid_times),
+            calendar=forecast.calendar,
+            climatology=climatology,
+            area=area_told,
+            attributes=kept,
+        )
     return Scores(
         sums=sums,
         channels=forecast.channels,
@@ -115,8 +149,25 @@ def evaluate(
         skipped=skipped,
         first_skipped=first_skipped,
         provenance=provenance,
-        spectra=replace(spectra, attributes={key: told[key] for key in keep if key in told}),
+        spectra=replace(spectra, attributes=kept),
+        ocean=scores,
     )  # fmt: skip
+
+
+def _both_currents(counted: np.ndarray, column: Column | None) -> np.ndarray:
+    """`counted`, with both currents of a level where both are: their spectra are added to that of
+    the kinetic energy, which has the same stretches of sea then."""
+    if column is None or not column.currents:
+        return counted
+    shared = counted.copy()
+    for east, north in column.currents:
+        shared[[east, north]] = counted[east] & counted[north]
+    return shared
+
+
+def _seconds(dates: np.ndarray) -> np.ndarray:
+    """int64 seconds since 1970 of cftime dates, in their calendar."""
+    return np.array([seconds_of(date) for date in dates.ravel()], np.int64).reshape(dates.shape)
 
 
 def _added(sums: Sums, spectra: Spectra, together: Together) -> tuple[Sums, Spectra]:
@@ -140,11 +191,15 @@ def sums_of(
     counted: np.ndarray,
     stretches: Stretches,
     progress: Callable[[int, int], None] | None = None,
+    *,
+    cell_area: np.ndarray,
+    ocean: OceanSums | None = None,
 ) -> tuple[Sums, Spectra]:
     """The sums over these pairs; a process takes its share of them and all shares add up.
 
     positions: of the forecast's channels in the store. counted: (channel, lat, lon) bool.
-    Each field is read once for both.
+    cell_area: (lat, lon) m2. ocean: sums that the pairs are added to.
+    Each field is read once for all.
     """
     total = Sums.zero(forecast.channels.names, forecast.num_leads)
     spectra = Spectra.zero(forecast.channels, forecast.lead_seconds, stretches)
@@ -154,18 +209,23 @@ def sums_of(
             read_time, truth = pair.valid_time, store.read(pair.valid_time, positions)
             power_of_truth = stretches.power(truth)
         fields = forecast.read(pair.init, pair.lead)
-        total = total + pair_sums(
-            total.names,
-            forecast.num_leads,
-            pair.lead,
+        compared = (
             fields,
             truth,
             store.read(pair.init_time, positions),
             usual.mean(store.times.date(pair.valid_time)),
+        )
+        total = total + pair_sums(
+            total.names,
+            forecast.num_leads,
+            pair.lead,
+            *compared,
             counted=counted,
-            cell_area=store.grid.cell_area,
+            cell_area=cell_area,
             where=f"init_time {forecast.init_times[pair.init]}, lead {pair.lead + 1}",
         )
+        if ocean is not None:
+            ocean.add_pair(pair.init, pair.lead, *compared, counted=counted, cell_area=cell_area)
         spectra = spectra.with_pair(
             pair.lead, stretches.power(fields, power_of_truth.used), power_of_truth
         )

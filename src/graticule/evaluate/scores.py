@@ -16,6 +16,8 @@ import numpy as np
 from graticule import __version__
 from graticule.config import fingerprint
 from graticule.data.store import write_json
+from graticule.evaluate.ocean import OceanScores
+from graticule.evaluate.ocean_file import save_ocean
 from graticule.evaluate.spectra import Spectra
 from graticule.evaluate.sums import ACTIVE, SOURCES, Sums
 from graticule.variables import Channels
@@ -51,6 +53,7 @@ class Scores:
     std: training standard deviations by channel, for the `normalised` mean; none: no such row.
     skipped: (init, lead) pairs without a truth; first_skipped: the first date missed.
     spectra: zonal power of the same pairs, over all leads of the forecast.
+    ocean: scores by depth of the same pairs, where there are levels of an ocean.
     """
 
     sums: Sums
@@ -63,6 +66,7 @@ class Scores:
     first_skipped: str = ""
     provenance: dict[str, Any] = field(default_factory=dict)
     spectra: Spectra | None = None
+    ocean: OceanScores | None = None
 
     def __post_init__(self) -> None:
         if self.channels.names != self.sums.names:
@@ -196,6 +200,7 @@ class Scores:
             "std": self.std,
             "provenance": {"graticule": __version__, **self.provenance},
             "spectra": self._spectra_told(),
+            "ocean": None if self.ocean is None else self.ocean.told(),
         }
         rows = self.rows()
         digest = fingerprint({**description, "rows": rows})
@@ -254,7 +259,8 @@ class Scores:
         if self.skipped:
             notes.append(f"{self.skipped} fields had no truth in the store, the first at"
                          f" {self.first_skipped}.")  # fmt: skip
-        return "\n".join([*rows, *notes, *self._smoothness(shown[-1])])
+        ocean = [] if self.ocean is None else self.ocean.lines(WIDEST)
+        return "\n".join([*rows, *notes, *self._smoothness(shown[-1]), *ocean])
 
     def _table_rows(self, leads: Sequence[int]) -> list[str]:
         at = [self.leads.index(lead) for lead in leads]
@@ -363,6 +369,12 @@ class Scores:
         if self.spectra is None:
             raise ValueError("these scores were made without spectra")
         self.spectra.save(path, force=force)
+
+    def write_ocean(self, path: str | Path, *, force: bool = False) -> None:
+        """The scores by depth as netCDF; see `save_ocean`."""
+        if self.ocean is None:
+            raise ValueError("these scores are of no ocean with levels in metres")
+        save_ocean(self.ocean, path, force=force)
 
 
 def _may_write(path: Path, force: bool, mark: str) -> Path:

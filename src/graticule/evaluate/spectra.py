@@ -1,7 +1,6 @@
 """Zonal power spectra of forecast and truth: what a forecast has smoothed away."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import xarray as xr
 
 from graticule import __version__
+from graticule.evaluate.files import format_of, save_netcdf
 from graticule.evaluate.stretches import Power, Stretches
 from graticule.forecast.writer import layouts
 from graticule.grid import EARTH_RADIUS_M
@@ -156,6 +156,31 @@ class Spectra:
         model, truth = (self.sums * self.short).sum(-1)
         return np.divide(model, truth, out=np.full_like(model, np.nan), where=truth > 0)
 
+    def kinetic_energy(self, pairs: Sequence[tuple[int, int]]) -> "Spectra":
+        """The spectra of (u2 + v2) / 2 for pairs of currents, channels `ke` by level.
+
+        pairs: positions of the eastward and the northward current. Their means over area are
+        added: both are made along the same stretches of sea (`evaluate` sees to it).
+        """
+        east, north = ([pair[i] for pair in pairs] for i in (0, 1))
+        channels = Channels(
+            [replace(self.channels[i], variable="ke", standard_name="",
+                     long_name="kinetic energy per unit mass") for i in east]
+        )  # fmt: skip
+        both = (self.area[:, east] > 0) & (self.area[:, north] > 0)
+        area = np.where(both, self.area[:, east], 0.0)
+        mean = np.stack([self.model, self.truth])
+        half = (mean[:, :, east] + mean[:, :, north]) / 2
+        return replace(
+            self,
+            channels=channels,
+            kind=tuple(self.kind[i] for i in east),
+            share=self.share[east],
+            rows=np.where(both, self.rows[:, east], 0),
+            area=area,
+            sums=np.where(both[..., None], half * area[..., None], 0.0),
+        )
+
     def wavelength_km(self, latitude: float) -> np.ndarray:
         """(n,) length of one wave along the circle at `latitude` degrees."""
         circle = 2 * np.pi * EARTH_RADIUS_M * np.cos(np.deg2rad(latitude))
@@ -167,24 +192,13 @@ class Spectra:
         Variables `power_NAME` (source, lead, [level], wavenumber). An existing file is refused;
         with `force` it is replaced if it is a file of spectra.
         """
-        path = Path(path)
-        if path.exists() or path.is_symlink():
-            if not force:
-                raise ValueError(f"{path} exists already and is not overwritten; name another path")
-            if not path.is_file() or _format_of(path) != FORMAT:
-                raise ValueError(f"{path} is no file of spectra, so it is not replaced")
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            data = self._dataset()
-            plain = {name: {"_FillValue": None} for name in data.variables
-                     if not str(name).startswith("power_")}  # fmt: skip
-            data.to_netcdf(part, engine="netcdf4", format="NETCDF4", encoding=plain)
-            os.replace(part, path)
-        except OSError as error:
-            raise ValueError(f"{path} cannot be written: {error}") from error
-        finally:
-            part.unlink(missing_ok=True)
+        save_netcdf(path, self._encoded, format=FORMAT, what="spectra", force=force)
+
+    def _encoded(self) -> tuple[xr.Dataset, dict[str, Any]]:
+        data = self._dataset()
+        plain = {str(name): {"_FillValue": None} for name in data.variables
+                 if not str(name).startswith("power_")}  # fmt: skip
+        return data, plain
 
     def _dataset(self) -> xr.Dataset:
         sources = np.array(SPECTRA_OF, object)
@@ -240,7 +254,7 @@ class Spectra:
         path = Path(path)
         if not path.is_file():
             raise ValueError(f"{path}: no spectra there; `graticule evaluate` writes them")
-        if _format_of(path) != FORMAT:
+        if format_of(path) != FORMAT:
             raise ValueError(f"{path} is no file of spectra (format {FORMAT!r})")
         with xr.open_dataset(path, engine="netcdf4", decode_times=False) as data:
             attributes = dict(data.attrs)
@@ -266,12 +280,3 @@ class Spectra:
                 sums=np.where(area[..., None] > 0, power * area[..., None], 0.0),
                 attributes=attributes,
             )
-
-
-def _format_of(path: Path) -> str | None:
-    """The `format` of a netCDF file; none of any other file."""
-    try:
-        with xr.open_dataset(path, engine="netcdf4", decode_times=False) as data:
-            return data.attrs.get("format")
-    except (OSError, RuntimeError, ValueError, KeyError):
-        return None

@@ -4,6 +4,8 @@ Both hold the same dims, variables and attributes. Completeness is written last.
 """
 
 import base64
+import math
+import os
 import struct
 import warnings
 from pathlib import Path
@@ -44,11 +46,13 @@ class ZarrSink:
     """Zarr v3, lz4 with a checksum per chunk, metadata consolidated for plain xarray."""
 
     def __init__(self, path: Path, *, joins: bool = False) -> None:
-        """joins: another process has created the file and described it; this one assigns only.
+        """joins: the file is there, described by another process, or by one that was stopped; this
+        one assigns only.
 
         Of a file that several write at once, no two may assign the same (init, lead): these
         share no chunk.
         """
+        self._path = path
         if not joins:
             self._group = zarr.open_group(str(path), mode="w-", zarr_format=3)
             return
@@ -95,6 +99,36 @@ class ZarrSink:
 
     def assign(self, name: str, init: int, lead: int, values: np.ndarray) -> None:
         self._arrays[name][init, lead] = values
+
+    def lost(self, init: int, lead: int) -> list[str]:
+        """Variables of which a chunk of this lead is not on disk."""
+        return [
+            name
+            for name, array in self._fields()
+            if len(self._chunks(name, init, lead)) < math.prod(array.cdata_shape[2:])
+        ]
+
+    def sync(self, init: int, lead: int) -> None:
+        """Have a lead on disk, not only with the system."""
+        for name, _ in self._fields():
+            for chunk in self._chunks(name, init, lead):
+                with chunk.open("rb") as file:
+                    os.fsync(file.fileno())
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        return dict(self._group.attrs)
+
+    def read(self, name: str) -> np.ndarray:
+        """A coordinate."""
+        return np.asarray(self._arrays[name][...])
+
+    def _fields(self) -> list[tuple[str, Any]]:
+        return [(name, array) for name, array in self._arrays.items() if array.ndim > 2]
+
+    def _chunks(self, name: str, init: int, lead: int) -> list[Path]:
+        there = (self._path / name / "c" / str(init) / str(lead)).rglob("*")
+        return [path for path in there if path.is_file() and path.suffix != ".partial"]
 
     def complete(self) -> None:
         self._group.attrs["complete"] = 1

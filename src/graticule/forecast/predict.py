@@ -10,7 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from graticule.data.normalise import Normaliser, normalised_statics
 from graticule.data.samples import Sample, SampleSource
 from graticule.data.statistics import Statistics
-from graticule.forecast.rollout import rollout
+from graticule.forecast.clock import Clock
+from graticule.forecast.rollout import next_states, rollout
 from graticule.mesh import Stripes
 from graticule.parallel.exchange import Link
 from graticule.parallel.together import Together
@@ -38,37 +39,73 @@ class Predictor:
         # Sharded weights are gathered by all ranks at once: by those that are out of samples too.
         self._fillers = int(any(isinstance(module, FSDPModule) for module in model.modules()))
 
-    def leads(self, samples: Sequence[Sample], leads: int, together: Together) -> Iterator[Tensor]:
-        """Yield (sample, output offset, predicted channel, lat, lon) of leads 1, 2, ..., `leads`.
+    def leads(
+        self,
+        samples: Sequence[Sample],
+        leads: range,
+        together: Together,
+        *,
+        clock: Clock,
+        states: Tensor | None = None,
+        steps: int = 0,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield, of each lead, what is predicted and what the next lead is given; normalised.
 
-        Normalised. All processes take part and read together, also one that has no samples.
-        ValueError on all of them where one cannot read, or predicts what is not finite.
+        leads: from the first that is computed to the last, 1 being that from the initial time.
+        states: what the first is given, as this yields it; none: the states known at the samples'
+        initial times. steps: how many leads all processes take together; one that has fewer, or
+        no samples, goes along with nothing.
+        Yields (sample, output offset, predicted channel, lat, lon) and (sample, input offset,
+        prognostic channel, lat, lon). All processes take part and read together. ValueError on all
+        of them where one cannot read, or predicts what is not finite.
         """
         spec, source = self.source.spec, self.source
+        with together.agreed(), clock("read"):
+            if states is None:
+                planes = len(spec.inputs), len(source.prognostic)
+                states = self._read(self._states, samples, Sample.inputs, planes)
+        idle = max(steps, len(leads)) - (len(leads) if samples else 0)
+        # Sharded weights are gathered by all ranks at once: by those that are done, too.
+        nothing = states.new_zeros(self._fillers, *states.shape[1:])
+        rolled = self._rolled(samples, states, leads if samples else range(0), together, clock)
+        del states  # they go with the first lead
+        yield from rolled
+        yield from self._rolled([], nothing, range(1, idle + 1), together, clock)
+
+    def _rolled(
+        self,
+        samples: Sequence[Sample],
+        states: Tensor,
+        leads: range,
+        together: Together,
+        clock: Clock,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        spec, source = self.source.spec, self.source
+        num_samples, num_prognostic = len(samples), len(source.prognostic)
 
         def forcing(lead: int) -> Tensor:
-            with together.agreed():
+            with together.agreed(), clock("read"):
                 fields = self._read(
                     self._given, samples, lambda sample: sample.forcing(lead),
                     (len(spec.forcings), len(source.forcing)),
                 )  # fmt: skip
             return fields
 
-        with together.agreed():
-            known = self._read(
-                self._states, samples, Sample.inputs, (len(spec.inputs), len(source.prognostic))
-            )
-        if len(known):
+        if len(states):
             fields = rollout(
-                self.model, known, forcing, self._statics, self._predicted.wet,
-                leads=leads, num_prognostic=len(source.prognostic),
+                self.model, states, forcing, self._statics, self._predicted.wet,
+                first=leads.start, leads=leads.stop - 1, num_prognostic=num_prognostic,
             )  # fmt: skip
         else:
-            fields = (forcing(lead) for lead in range(1, leads + 1))
-        for lead, field in enumerate(fields, start=1):
-            with together.agreed():
-                _refuse_not_finite(field[: len(samples)], samples, lead)
-            yield field[: len(samples)]
+            fields = (forcing(lead) for lead in leads)
+        for lead in leads:
+            with clock("compute"):
+                field = next(fields)
+                with together.agreed():
+                    _refuse_not_finite(field[:num_samples], samples, lead)
+            if len(states):
+                states = next_states(states, field, num_prognostic)
+            yield field[:num_samples], states[:num_samples]
 
     def in_units(self, field: Tensor) -> Tensor:
         """(predicted channel, lat, lon) normalised -> float32 in units, NaN on land."""

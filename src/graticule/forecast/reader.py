@@ -93,6 +93,15 @@ class Forecast:
         self.close()
 
 
+def is_complete(path: Path) -> bool:
+    """Whether a Zarr folder says that it is a complete forecast."""
+    try:
+        attributes = json.loads((path / "zarr.json").read_text())["attributes"]
+        return bool(attributes["format"] == FORMAT and int(attributes["complete"]) == 1)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def open_forecast(path: str | Path) -> Forecast:
     """The forecast at `path`, Zarr or netCDF; ValueError where it is none or incomplete."""
     path = Path(path)

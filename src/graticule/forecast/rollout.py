@@ -46,19 +46,21 @@ def rollout(
     *,
     leads: int,
     num_prognostic: int,
+    first: int = 1,
 ) -> Iterator[Tensor]:
-    """Yield the normalised prediction of leads 1, 2, ..., `leads` (TERRA, Eq. 1).
+    """Yield the normalised prediction of leads `first`, ..., `leads` (TERRA, Eq. 1).
 
     step: the model, (batch, in_channel, lat, lon) -> (batch, output offset x predicted channel,
         lat, lon).
-    inputs: (batch, input offset, prognostic channel, lat, lon), land 0.
+    inputs: (batch, input offset, prognostic channel, lat, lon), land 0; what lead `first` is given.
     forcing: called with the lead before it is computed; (batch, offset, channel, lat, lon).
     statics: (channel, lat, lon).
     wet: (predicted channel, lat, lon) bool; predictions on land are 0.
     Yields (batch, output offset, predicted channel, lat, lon).
     """
     states = inputs
-    for lead in range(1, leads + 1):
+    del inputs  # they go with the first lead, unless the caller keeps them
+    for lead in range(first, leads + 1):
         predicted = at_sea(step(model_input(states, forcing(lead), statics)), wet)
         yield predicted
         states = next_states(states, predicted, num_prognostic)

@@ -4,10 +4,8 @@ Initial times are shared over the `data` axis of a mesh. The ranks of a sample r
 stripes; the first of them collects every lead and writes it.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +15,18 @@ from torch import nn
 
 from graticule.data.samples import SampleSource
 from graticule.data.statistics import Statistics
-from graticule.forecast.predict import Predictor, collected
+from graticule.data.times import seconds_of
+from graticule.forecast.clock import PARTS, SECONDS_A_YEAR, Clock, Timing, timing_path
+from graticule.forecast.keeper import Keeper
+from graticule.forecast.predict import Predictor
+from graticule.forecast.reader import is_complete
+from graticule.forecast.restart import Kept, kept, remove
+from graticule.forecast.schedule import turns
 from graticule.forecast.writer import ForecastWriter
 from graticule.mesh import SAMPLE, Cut, Mesh, Stripes
 from graticule.parallel.exchange import Link
+from graticule.parallel.talk import everyone
 from graticule.parallel.together import Together
-
-SECONDS_A_YEAR = 365.25 * 86400
-
-
-@dataclass(frozen=True)
-class Timing:
-    """What a forecast cost. seconds: wall time of reading, model and writing.
-
-    simulated_years_per_day: of all initial times together.
-    """
-
-    seconds: float
-    simulated_years: float
-
-    @property
-    def simulated_years_per_day(self) -> float:
-        return self.simulated_years / (self.seconds / 86400)
-
 
 def check_starts(source: SampleSource, starts: Sequence[int], leads: int) -> None:
     """ValueError unless inputs of every start, and forcing of all its leads, are in the store.
@@ -87,6 +74,9 @@ def forecast(
     progress: Callable[[int, int], None] | None = None,
     mesh: Mesh | None = None,
     stripes: Stripes | None = None,
+    resume: bool = False,
+    restart_every: int = 0,
+    log_every: int = 0,
 ) -> Timing:
     """Roll `model` out over `leads` model steps from each start and write the forecast file.
 
@@ -95,32 +85,45 @@ def forecast(
     written to.
     mesh: none: of one process. Of several, all make this call with the same arguments but for the
     model, the source of their stripe, and `stripes`: how the ranks of a sample share a field.
+    resume: go on with what a forecast that was stopped left at `out` (Zarr), on whatever mesh it
+    ran; one that is complete is left as it is, and where there is nothing it begins.
+    restart_every, log_every: after how many leads it keeps what a resumed one goes on with
+    (`restart.py`), and logs statistics (`log.py`); 0: never.
+    Returns what this call cost, which is also a line of the file `timing_path(out)`.
     ValueError, the same on all processes, for starts without the data they need, an output that
-    exists, and predictions that are not finite (which names initial time and lead).
+    exists (to resume: is of another forecast), and predictions that are not finite (which names
+    initial time and lead).
     """
-    mesh = mesh or Mesh()
+    out, mesh = Path(out), mesh or Mesh()
     together, link = Together(), Link(mesh.group(*SAMPLE))
     share = Cut.even(len(starts), mesh.sizes["data"])
-    own = range(len(starts))[share.of(mesh.index("data"))]
-    shares = [share.length(rank) for rank in range(share.ranks)]
-    times, stride = source.store.times, source.config.stride
+    rank = mesh.index("data")
+    times, spec = source.store.times, source.spec
     # A model step may end at several times; each is a lead of the file.
-    offsets = [o for lead in range(1, leads + 1) for o in source.spec.label_offsets(lead)]
+    offsets = [o for lead in range(1, leads + 1) for o in spec.label_offsets(lead)]
+    valid = np.array(
+        [[times.advanced(start, o) for o in offsets] for start in starts], dtype=object
+    )
+    init_times = [times.date(start) for start in starts]
+    left = everyone().first(lambda: _left(out, len(starts), leads)) if resume else None
+    there = {place: record.lead for place, record in (left or {}).items()}
 
     def writer_of() -> ForecastWriter:
-        valid = [[times.advanced(start, offset) for offset in offsets] for start in starts]
         return ForecastWriter(
             out,
             channels=source.predicted_channels,
             grid=source.store.grid,
-            init_times=[times.date(start) for start in starts],
-            valid_times=np.array(valid, dtype=object),
-            nominal_step_seconds=times.nominal_step_seconds * stride,
+            init_times=init_times,
+            valid_times=valid,
+            nominal_step_seconds=times.nominal_step_seconds * source.config.stride,
             regular=times.regular,
             attributes=attributes,
             inputs=[source.store.path, *inputs],
-            own=None if share.ranks == 1 else own,
+            own=None if share.ranks == 1 else range(len(starts))[share.of(rank)],
             joins=mesh.rank > 0,
+            done=None
+            if left is None
+            else {place: lead * len(spec.outputs) for place, lead in there.items()},
         )
 
     with ExitStack() as stack, torch.inference_mode():
@@ -131,28 +134,70 @@ def forecast(
         with together.agreed():  # now the file is there
             if link.rank == 0 and mesh.rank > 0:
                 writer = stack.enter_context(writer_of())
-        began = time.perf_counter()
-        for first in range(0, max(shares), batch):
-            here = own[first : first + batch]
-            samples = [source.sample(starts[place]) for place in here]
-            fields = predictor.leads(samples, leads, together)
-            for lead, field in enumerate(fields, start=1):
-                for place, outputs in zip(here, field, strict=True):
-                    for output, values in enumerate(outputs, start=(lead - 1) * len(outputs)):
-                        whole = collected(predictor.in_units(values), stripes, link, mesh.device)
-                        with together.attempt():  # all hear of it when they read the next lead
-                            if writer is not None and whole is not None:
-                                writer.write(place, output, whole)
-                if progress:  # of all: they go from lead to lead together
-                    done = sum(
-                        min(first, length) * leads + len(range(first, length)[:batch]) * lead
-                        for length in shares
-                    )
-                    progress(done, len(starts) * leads)
+        clock = Clock()
+        keeper = Keeper(
+            writer, predictor, stripes, link, together, clock=clock, device=mesh.device,
+            valid_times=valid, log_every=log_every,
+            restart_every=restart_every if out.suffix == ".zarr" else 0,
+        )  # fmt: skip
+        done, total = sum(there.values()), len(starts) * leads
+        for turn in turns(share, there, leads, batch):
+            here, after = turn.batches[rank]
+            states = None
+            with together.attempt(), clock("restart"):  # all hear of it when they read
+                if after:
+                    assert left is not None, "leads are there of what was left"
+                    states = torch.stack(
+                        [left[place].states(source.rows, source.columns) for place in here]
+                    ).to(device)
+            fields = predictor.leads(
+                [source.sample(starts[place]) for place in here], range(after + 1, leads + 1),
+                together, clock=clock, states=states, steps=turn.steps,
+            )  # fmt: skip
+            states = None
+            for step, (field, fed_back) in enumerate(fields, start=1):
+                at = turn.at(step)
+                keeper.take([place for place in here if place in at], after + step, field, fed_back)
+                done += len(at)
+                with clock("log"):
+                    keeper.log(at, init_times)
+                    if progress:  # of all: they go from lead to lead together
+                        progress(done, total)
         together.settle()
         (written,) = together.add([np.array(writer.written if writer is not None else 0)])
         with together.agreed():
             if writer is not None:
                 writer.close(int(written))
-    years = len(starts) * len(offsets) * times.nominal_step_seconds * stride / SECONDS_A_YEAR
-    return Timing(time.perf_counter() - began, years)
+        if mesh.rank == 0 and out.is_dir():
+            remove(out)
+        clock.stop()
+        cpu = together.add([np.array([clock.cpu_seconds[part] for part in PARTS])])[0]
+    made = 0
+    for place, dates in enumerate(valid):
+        before = there.get(place, 0) * len(spec.outputs)
+        made += seconds_of(dates[-1]) - seconds_of(dates[before - 1] if before else init_times[place])
+    timing = Timing(
+        simulated_years=made / SECONDS_A_YEAR,
+        parts=dict(clock.seconds),
+        cpu_parts=dict(zip(PARTS, cpu.tolist(), strict=True)),
+    )
+    if mesh.rank == 0 and total > sum(there.values()):
+        timing.append(
+            timing_path(out), starts=len(starts), leads=leads, leads_before=sum(there.values()),
+            processes=mesh.size, log_every=log_every, restart_every=restart_every,
+        )  # fmt: skip
+    return timing
+
+
+def _left(out: Path, num_starts: int, leads: int) -> dict[int, Kept] | None:
+    """What a forecast that was stopped, or ended, has of each initial time; None: nothing."""
+    if not out.exists():
+        return None
+    if out.is_file():
+        raise ValueError(
+            f"{out}: only a Zarr forecast can be resumed; what a kill leaves of a netCDF file may be"
+            " torn. Delete it and forecast again, to a name that ends with .zarr if you like"
+        )
+    if is_complete(out):
+        return dict.fromkeys(range(num_starts), Kept(leads))
+    return kept(out)

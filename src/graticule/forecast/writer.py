@@ -16,7 +16,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -101,6 +101,8 @@ class ForecastWriter:
     Leaving the block without an error closes the file and marks it complete. After an error,
     or a kill, `complete` stays 0. At no time is more than one lead held in memory.
 
+    A Zarr forecast that was stopped is gone on with where it is told which leads are `done`.
+
     Of several processes the first creates the file; then the others join it, and each writes its
     `own` initial times; then the first closes it, told how many leads all have written.
     """
@@ -120,6 +122,7 @@ class ForecastWriter:
         inputs: Sequence[str | Path] = (),
         own: Sequence[int] | None = None,
         joins: bool = False,
+        done: Mapping[int, int] | None = None,
     ) -> None:
         """
         channels: what is predicted, in physical units, in the order of `write`.
@@ -131,6 +134,9 @@ class ForecastWriter:
         inputs: what the forecast is made from (store, run); the path may not lie in any of them.
         own: positions of the initial times that this process writes; none: all of them.
         joins: another process has created the file, as these very arguments describe it.
+        done: the file was left by a forecast that was stopped; how many leads of it, from the
+        first, are to be kept of each initial time, by position. ValueError where it is not the
+        forecast that the arguments describe, or lacks one of these leads.
         """
         self.path = Path(path)
         self.channels, self.grid = channels, grid
@@ -156,9 +162,15 @@ class ForecastWriter:
             self._own[:] = False
             self._own[list(own)] = True
         self._closed, self._joins = False, joins
-        if joins:
+        plain = self._told(attributes)
+        if joins or done is not None:
             with self._naming("write"):
                 self._sink: Sink = ZarrSink(self.path, joins=True)
+            if not joins:
+                self._require_same(valid_times, plain)
+            for init, leads in (done or {}).items():
+                if self._own[init]:
+                    self._keep(init, leads)
             return
         _refuse_path(self.path, inputs)
         with self._naming("create"):
@@ -166,13 +178,60 @@ class ForecastWriter:
             self._sink = ZarrSink(self.path) if chosen == "zarr" else NetcdfSink(self.path)
         try:
             with self._naming("create"):
-                self._describe(valid_times, int(nominal_step_seconds), regular, attributes)
+                self._describe(valid_times, int(nominal_step_seconds), regular, plain)
         except ValueError:
             self.abandon()
             raise
 
+    def _told(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        """The attributes of the file, but for those that say how far it is."""
+        plain = {key: value if isinstance(value, str | int | float) and not isinstance(value, bool)
+                 else json.dumps(value) for key, value in attributes.items()}  # fmt: skip
+        return {
+            "Conventions": "CF-1.11", "title": "graticule forecast", **plain,
+            "source": f"graticule {__version__}", "format": FORMAT,
+            "channels": json.dumps(self.channels.to_list()),
+        }  # fmt: skip
+
+    def _require_same(self, valid_times: np.ndarray, plain: dict[str, Any]) -> None:
+        """ValueError unless the file that is there is this forecast, not complete."""
+        sink = self._sink
+        assert isinstance(sink, ZarrSink)
+        there = sink.attributes
+        if there.get("format") != FORMAT:
+            raise ValueError(
+                f"{self.path} holds nothing to go on from: it was left before it was described;"
+                " delete it and forecast again"
+            )
+        names = [name for name in ("config", *plain) if there.get(name) != plain.get(name)]
+        names = [name for name in names if name != "config" or "config_fingerprint" not in names]
+        other = [f"{name} {_short(there.get(name))} there, {_short(plain.get(name))} here"
+                 for name in dict.fromkeys(names)]  # fmt: skip
+        seconds = [[seconds_of(date) for date in row] for row in valid_times]
+        wanted: dict[str, Any] = {
+            "init_time": [seconds_of(date) for date in self.init_times], "valid_time": seconds,
+            "lat": self.grid.lat, "lon": self.grid.lon,
+        }  # fmt: skip
+        other += [f"another {name}" for name, values in wanted.items()
+                  if not np.array_equal(sink.read(name), values)]  # fmt: skip
+        if other:
+            raise ValueError(
+                f"{self.path} is another forecast than this one, which cannot go on with it:"
+                f" {'; '.join(other)}. Ask for what it was begun as, or name another path"
+            )
+
+    def _keep(self, init: int, leads: int) -> None:
+        assert isinstance(self._sink, ZarrSink)
+        for lead in range(leads):
+            if lost := self._sink.lost(init, lead):
+                raise ValueError(
+                    f"{self.path}: {lost[0]} of init_time {self.init_times[init]}, lead {lead + 1}"
+                    " is lost (no chunk file); delete the forecast and make it again"
+                )
+        self._written[init, :leads] = True
+
     def _describe(
-        self, valid_times: np.ndarray, step: int, regular: bool, attributes: dict[str, Any]
+        self, valid_times: np.ndarray, step: int, regular: bool, plain: dict[str, Any]
     ) -> None:
         sink, channels = self._sink, self.channels
         clock = {"units": UNITS, "calendar": self.init_times[0].calendar}
@@ -223,13 +282,7 @@ class ForecastWriter:
                 (1, 1, *((per_chunk,) if layout.dim else ()), height, width),
                 {**{key: text for key, text in named.items() if text}, "coordinates": "valid_time"},
             )
-        plain = {key: value if isinstance(value, str | int | float) and not isinstance(value, bool)
-                 else json.dumps(value) for key, value in attributes.items()}  # fmt: skip
-        sink.begin({
-            "Conventions": "CF-1.11", "title": "graticule forecast", **plain,
-            "source": f"graticule {__version__}", "format": FORMAT,
-            "channels": json.dumps(channels.to_list()), "complete": 0,
-        })  # fmt: skip
+        sink.begin({**plain, "complete": 0})
 
     def write(self, init_index: int, lead_index: int, fields: np.ndarray) -> None:
         """One lead: (channel, lat, lon) float32 in physical units, NaN on land, once each.
@@ -263,9 +316,16 @@ class ForecastWriter:
                 self._sink.assign(layout.variable, init_index, lead_index, values)
         self._written[init_index, lead_index] = True
 
+    def sync(self, init_index: int, leads: Sequence[int]) -> None:
+        """Have leads that are written on disk, which the system otherwise puts off."""
+        assert isinstance(self._sink, ZarrSink)
+        with self._naming("sync"):
+            for lead in leads:
+                self._sink.sync(init_index, lead)
+
     @property
     def written(self) -> int:
-        """Leads that this process has written so far, over all initial times."""
+        """Leads of this process that are there so far, over all initial times."""
         return int(self._written.sum())
 
     def close(self, written: int | None = None) -> None:
@@ -373,6 +433,11 @@ def _checked_times(
     return int(valid_times.shape[1])
 
 
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
 def _refuse_path(path: Path, inputs: Sequence[str | Path]) -> None:
     for other in inputs:
         resolved = Path(other).resolve()
@@ -382,8 +447,8 @@ def _refuse_path(path: Path, inputs: Sequence[str | Path]) -> None:
             )
     if path.exists() or path.is_symlink():
         raise ValueError(
-            f"{path} exists already and is not overwritten; name another path, or delete it if it"
-            " is what a forecast that did not finish left behind"
+            f"{path} exists already and is not overwritten; name another path, or, where a forecast"
+            " that did not finish left it behind, go on with it (--resume) or delete it"
         )
 
 

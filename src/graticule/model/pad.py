@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 Boundary = Literal["globe", "paper"]
+Ends = Literal["wall", "circle", "repeat"]
+"""What lies beyond the ends of a dim: zeros, the other end, or the last points again."""
 Run = tuple[int, int, int]
 """(first place in what is padded, first place in its source, length)"""
 Rows = Callable[[int, int], Tensor]
@@ -50,12 +52,16 @@ class _Whole:
     borrowed: tuple[Run, ...] = ()
 
     @classmethod
-    def of(cls, before: int, points: int, after: int, circular: bool) -> "_Whole":
+    def of(cls, before: int, points: int, after: int, ends: Ends) -> "_Whole":
         end, size = before + points, before + points + after
-        sides = (0, points - before, before), (end, 0, after)
-        blank = () if circular else ((0, 0, before), (end, end, after))
-        own = (before, 0, points), *(sides if circular else ())
-        return cls(size=size, own=own, blank=blank)
+        sides: tuple[Run, ...] = ()
+        if ends == "circle":
+            sides = (0, points - before, before), (end, 0, after)
+        elif ends == "repeat":
+            places = [(i, 0) for i in range(before)] + [(end + i, points - 1) for i in range(after)]
+            sides = tuple((place, source, 1) for place, source in places)
+        blank = ((0, 0, before), (end, end, after)) if ends == "wall" else ()
+        return cls(size=size, own=((before, 0, points), *sides), blank=blank)
 
 
 def reach(size: int, kernel: int, stride: int, dilation: int) -> tuple[int, int]:
@@ -123,6 +129,8 @@ class Pad(nn.Module):
         """points: (lat, lon) of the field that is padded, all of it."""
         super().__init__()
         self.boundary, self.points = boundary, points
+        self.ends: tuple[Ends, Ends] = ("wall", "circle" if boundary == "globe" else "wall")
+        """Along lat and along lon."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.boundary == "paper":
@@ -133,11 +141,10 @@ class Pad(nn.Module):
 
     def runs(self) -> tuple[Runs, Runs]:
         """Along lat and along lon."""
-        rows, columns = self.points
-        circular = self.boundary == "globe"
+        (rows, columns), (lat, lon) = self.points, self.ends
         return (
-            _Whole.of(self.north, rows, self.south, circular=False),
-            _Whole.of(self.west, columns, self.east, circular=circular),
+            _Whole.of(self.north, rows, self.south, lat),
+            _Whole.of(self.west, columns, self.east, lon),
         )
 
     def borrow(self, rows: Rows, like: Tensor, tiles: Sequence[tuple[int, int]]) -> Tensor:
@@ -203,6 +210,27 @@ class TransposedPad(Pad):
 
     def extra_repr(self) -> str:
         return f"{self.boundary}, {self.points}, {self.kernel=}, {self.stride=}"
+
+
+class EdgePad(Pad):
+    """One point on all sides for bilinear up-sampling, which has no zeros: beyond the poles the
+    last row is repeated; beyond the ends of the circle lies, of a globe, the other end, else the
+    last column again."""
+
+    north = south = west = east = 1
+
+    def __init__(self, boundary: Boundary, points: tuple[int, int]) -> None:
+        super().__init__(boundary, points)
+        self.ends = ("repeat", "circle" if boundary == "globe" else "repeat")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.boundary == "globe":
+            x = torch.cat([x[..., -1:], x, x[..., :1]], dim=-1)
+            return F.pad(x, (0, 0, 1, 1), mode="replicate")
+        return F.pad(x, (1, 1, 1, 1), mode="replicate")
+
+    def extra_repr(self) -> str:
+        return f"{self.boundary}, {self.points}"
 
 
 class Crop(nn.Module):

@@ -12,11 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from graticule.model.family import Model
 from graticule.model.layers import Layer, LayerNorm, Linear, Mlp, PatchEmbedding, PatchRecovery
 from graticule.model.norms import FieldGroupNorm
 from graticule.model.pad import Boundary, FieldPad
 from graticule.model.resample import Down, Up, body_units
-from graticule.model.units import Runner, State, Unit, straight
+from graticule.model.units import State, Unit
 from graticule.model.windows import Attend, Enter, Leave, Shift, Unshift, WindowGrid, WindowMask
 
 
@@ -76,13 +77,9 @@ class SwinBlock(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class Swin(nn.Module):
-    """(batch, in_channel, lat, lon) -> (batch, out_channel, lat, lon), normalised, of one dtype.
-
-    grid: (lat, lon) points. in_channels: states (oldest first), then whatever else is given.
-    states: (first, last + 1) input channels of the newest state, to which the output is added.
+class Swin(Model):
+    """See `Model`. in_channels: states (oldest first), then whatever else is given.
     out_channels: per output time, the state's channels first, then diagnostic ones.
-    num_outputs: output times in one step.
     compute_dtype: of activations and of the weights that meet them.
     stream_dtype: of the residual stream, from the first norm over the field to the recovery; None:
         compute_dtype.
@@ -125,7 +122,6 @@ class Swin(nn.Module):
             boundary=boundary,
         )
         self.scales = {1: field, patch: patches, patch * sampling: self.windows.tokens}
-        """(lat, lon) points of what the modules hold, by how many field points one spans."""
         self.pad = FieldPad(boundary, grid, field)
         self.embed = PatchEmbedding(in_channels, width, patch)
         self.down = (
@@ -186,11 +182,6 @@ class Swin(nn.Module):
 
     def _recover(self, y: Tensor) -> State:
         return (self.pad.crop(self.recover(y)),)
-
-    def forward(self, x: Tensor, run: Runner = straight, *, added: bool = True) -> Tensor:
-        """run: calls the units. added: add the newest state; without it, what `add` takes."""
-        (change,) = run(self.units(), (x,))
-        return self.add(x, change) if added else change
 
     def add(self, x: Tensor, change: Tensor) -> Tensor:
         """The newest state in the input `x` plus the network's change, in the dtype of `x`.

@@ -35,8 +35,8 @@ def shard_weights(
     and of sampling modules one by one, or the whole model. Units that `split_tensors` cut are
     shared by the ranks that hold the same part, all others by everyone. Call it with parameters on
     `meta` or in place, after everything else that changes modules.
-    compute_dtype: of activations; with `config.gather` = compute the weights travel in it, and
-    their gradients are summed in float32.
+    compute_dtype: of activations; with `config.gather` = compute the weights travel in it (but
+    those of units that say `whole_weights`), and their gradients are summed in float32.
     """
     if config.weights == "replicated" or mesh.size == 1:
         return
@@ -50,6 +50,7 @@ def shard_weights(
         # Layers cast what they are given themselves: a field in float32 stays one.
         cast_forward_inputs=False,
     )
+    whole = MixedPrecisionPolicy(cast_forward_inputs=False)
     kept: set[nn.Parameter] = set()
     for unit in [model] if config.shard_unit == "model" else [*_units(model), model]:
         mine = [p for p in unit.parameters() if p not in kept]
@@ -63,7 +64,7 @@ def shard_weights(
                 unit,
                 mesh=over,
                 reshard_after_forward=config.reshard,
-                mp_policy=policy,
+                mp_policy=whole if getattr(unit, "whole_weights", False) else policy,
                 ignored_params=kept,
             )
     for module in model.modules():

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from graticule.mesh import Cut
-from graticule.model.pad import ConvPad, Pad, Rows, Run, Runs, TransposedPad
+from graticule.model.pad import ConvPad, EdgePad, Ends, Pad, Rows, Run, Runs, TransposedPad
 from graticule.parallel.exchange import Link
 
 
@@ -42,7 +42,7 @@ class Reads:
 
     @classmethod
     def of_transposed(cls, held: slice, before: int, after: int) -> "Reads":
-        """Of a transposed convolution, whose outputs stay with the inputs they are centred on."""
+        """Of what makes points finer: outputs stay with the inputs that they are centred on."""
         count = held.stop - held.start
         mask = np.ones(count + before + after if count else 0, dtype=bool)
         return cls(first=held.start - before, mask=mask)
@@ -71,9 +71,9 @@ class Halo:
     """Whether no rank borrows anything."""
 
     @classmethod
-    def of(cls, cut: Cut, index: int, reads: Sequence[Reads], circular: bool) -> "Halo":
-        """reads: by rank. index: ours. circular: whether the field's ends meet, or are walls."""
-        needs = [_Needs(cut, rank, reads[rank], circular) for rank in range(cut.ranks)]
+    def of(cls, cut: Cut, index: int, reads: Sequence[Reads], ends: Ends) -> "Halo":
+        """reads: by rank. index: ours. ends: of the field."""
+        needs = [_Needs(cut, rank, reads[rank], ends) for rank in range(cut.ranks)]
         ours, start = needs[index], cut.bounds[index]
         wanted = [need.foreign[need.holder == index] - start for need in needs]
         lent = np.concatenate(wanted)
@@ -103,10 +103,13 @@ class _Needs:
     borrow, ascending, and so by holder.
     """
 
-    def __init__(self, cut: Cut, rank: int, reads: Reads, circular: bool) -> None:
+    def __init__(self, cut: Cut, rank: int, reads: Reads, ends: Ends) -> None:
         self.first, self.place = reads.first, np.arange(reads.mask.size)
-        points = reads.first + self.place
-        self.source = points % cut.size if circular and cut.size else points
+        points = self.source = reads.first + self.place
+        if ends == "circle" and cut.size:
+            self.source = points % cut.size
+        elif ends == "repeat" and cut.size:
+            self.source = points.clip(0, cut.size - 1)
         inside = (self.source >= 0) & (self.source < cut.size)
         mine = (self.source >= cut.bounds[rank]) & (self.source < cut.bounds[rank + 1])
         self.near, self.far = mine, inside & ~mine & reads.mask
@@ -234,6 +237,16 @@ class StripedTransposedPad(_Striped, TransposedPad):
     """The same from stripes, the halo included."""
 
 
+class StripedEdgePad(_Striped, EdgePad):
+    """The same from stripes, the halo included."""
+
+
+STRIPED_PADS: dict[type[Pad], type[Pad]] = {
+    ConvPad: StripedConvPad, TransposedPad: StripedTransposedPad, EdgePad: StripedEdgePad,
+}  # fmt: skip
+"""What takes the place of each."""
+
+
 def halos_of(pad: Pad, cuts: tuple[Cut, Cut], indices: tuple[int, int]) -> tuple[Halo, Halo]:
     """Along lat and lon. cuts: of the points that go into `pad`; a dim that is whole is one rank's.
     indices: which range of each is ours."""
@@ -242,7 +255,7 @@ def halos_of(pad: Pad, cuts: tuple[Cut, Cut], indices: tuple[int, int]) -> tuple
             cut,
             index,
             [_reads(pad, cut.of(rank)) for rank in range(cut.ranks)],
-            circular=dim == 1 and pad.boundary == "globe",
+            pad.ends[dim],
         )
         for dim, (cut, index) in enumerate(zip(cuts, indices, strict=True))
     )

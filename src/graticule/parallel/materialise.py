@@ -22,7 +22,7 @@ def materialise(model: nn.Module, seed: int, device: str | torch.device) -> None
 def allocate(model: nn.Module, device: str | torch.device) -> None:
     """Give the parameters of a model on `meta` memory on `device`, without values.
 
-    Buffers are indices and masks, which no checkpoint holds: they keep their values and move.
+    Buffers (indices, masks, running statistics) have values already: they keep them and move.
     """
     buffers = dict(model.named_buffers(remove_duplicate=False))
     lost = [name for name, value in buffers.items() if value.is_meta]

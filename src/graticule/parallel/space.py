@@ -10,12 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from graticule.mesh import Cut, Stripes
-from graticule.model import layers, resample, swin, windows
+from graticule.model import layers, resample, swin, unet, windows
 from graticule.model.layers import Conv, TransposedConv
+from graticule.model.norm_gelu import BatchNormGelu, GroupNormGelu, InstanceNormGelu
 from graticule.model.norms import FieldGroupNorm
-from graticule.model.pad import ConvPad, Crop, FieldPad, Pad, TransposedPad
+from graticule.model.pad import ConvPad, Crop, EdgePad, FieldPad, Pad, TransposedPad
+from graticule.model.pooling import Double, Fill, Pool
 from graticule.parallel.exchange import Link
-from graticule.parallel.halo import StripedConvPad, StripedTransposedPad, halos_of
+from graticule.parallel.halo import STRIPED_PADS, halos_of
+from graticule.parallel.norm_gelu import (
+    SharedBatchNormGelu,
+    StripedGroupNormGelu,
+    StripedInstanceNormGelu,
+)
 from graticule.parallel.norms import StripedGroupNorm
 
 ONE_TOKEN: set[type[nn.Module]] = {
@@ -25,7 +32,8 @@ ONE_TOKEN: set[type[nn.Module]] = {
 """What looks at one token (or patch) at a time, whichever are here."""
 CONTAINERS: set[type[nn.Module]] = {
     nn.Sequential, nn.ModuleList, nn.ModuleDict, resample.ConvNormAct, resample.Down, resample.Up,
-    swin.Swin, swin.SwinBlock, swin.WindowAttention,
+    swin.Swin, swin.SwinBlock, swin.WindowAttention, unet.UNet, unet.Block, unet.DownStage,
+    unet.UpStage, unet.LastConv,
 }  # fmt: skip
 """What does nothing to a field but by its parts."""
 WINDOWS: set[type[nn.Module]] = {
@@ -33,12 +41,24 @@ WINDOWS: set[type[nn.Module]] = {
     windows.Attend,
 }  # fmt: skip
 """What has its substitutes in `routes`."""
+PLACED: set[type[nn.Module]] = {
+    ConvPad, TransposedPad, EdgePad, Crop, FieldPad, Conv, TransposedConv, FieldGroupNorm,
+    InstanceNormGelu, GroupNormGelu, BatchNormGelu, Pool, Double, Fill, unet.Positions,
+}  # fmt: skip
+"""What has its substitutes here, or needs none where stripes are those of `Stripes.of`."""
 REMEDIES: list[tuple[tuple[str, ...], str]] = [
     (("ConvTranspose",), "put TransposedPad, layers.TransposedConv and Crop there"),
     (("Conv",), "put a ConvPad and layers.Conv there, which runs without padding"),
-    (("Norm",), "put a FieldGroupNorm there, which knows the statistics of the whole field"),
-    (("Upsample", "PixelShuffle", "MaxUnpool"), "put a layers.TransposedConv and Crop there"),
-    (("Pool", "Downsample"), "put a ConvPad and layers.Conv of the same stride there"),
+    (
+        ("Norm",),
+        "put a norm of model.norms or model.norm_gelu there, which knows the statistics"
+        " of the whole field",
+    ),
+    (
+        ("Upsample", "PixelShuffle", "MaxUnpool"),
+        "put an EdgePad and pooling.Double there, or a layers.TransposedConv and Crop",
+    ),
+    (("Pool", "Downsample"), "put a pooling.Pool there, or a ConvPad and a strided layers.Conv"),
     (("Dropout",), "leave it out: what it drops would depend on the layout"),
     (("Pad",), "put a ConvPad or TransposedPad there, which knows its consumer's kernel"),
 ]
@@ -75,7 +95,7 @@ def stripe(model: nn.Module, stripes: Stripes, link: Link) -> None:
             cuts[dim], indices[dim] = cut, stripes.index
             specialise(
                 module,
-                StripedConvPad if isinstance(module, ConvPad) else StripedTransposedPad,
+                STRIPED_PADS[type(module)],
                 halos=halos_of(module, (cuts[0], cuts[1]), (indices[0], indices[1])),
                 dim=dim,
                 link=link,
@@ -83,14 +103,29 @@ def stripe(model: nn.Module, stripes: Stripes, link: Link) -> None:
         elif isinstance(module, Crop):
             here = _here(module.points, _cut(stripes, module.points, path), stripes)
             specialise(module, StripedCrop, points=here)
+        elif isinstance(module, Fill):
+            here = _here(module.points, _cut(stripes, module.points, path), stripes)
+            specialise(module, StripedFill, points=here)
+        elif isinstance(module, Pool):
+            _require_owner(stripes, _cut(stripes, module.points, path).pooled(2), path)
         elif isinstance(module, FieldPad):
             specialise(module, StripedFieldPad, **_field_pad(module, stripes, path))
+        elif isinstance(module, unet.Positions):
+            specialise(module, StripedPositions, rows=stripes.rows, columns=stripes.columns)
         elif isinstance(module, FieldGroupNorm):
             specialise(module, StripedGroupNorm, link=link)
+        elif isinstance(module, InstanceNormGelu):
+            specialise(module, StripedInstanceNormGelu, link=link)
+        elif isinstance(module, GroupNormGelu):
+            specialise(module, StripedGroupNormGelu, link=link)
+        elif isinstance(module, BatchNormGelu):
+            specialise(module, SharedBatchNormGelu, link=link)
         elif isinstance(module, Conv):
             specialise(module, StripedConv)
         elif isinstance(module, TransposedConv):
             specialise(module, StripedTransposedConv)
+        elif isinstance(module, Double):
+            specialise(module, StripedDouble)
 
 
 class StripedCrop(Crop):
@@ -104,6 +139,30 @@ class StripedCrop(Crop):
 
 class StripedFieldPad(FieldPad):
     """The same of a stripe; its numbers are those of what is here."""
+
+
+class StripedFill(Fill):
+    """The same of a stripe; the last one has the points that a pooling left out."""
+
+
+class StripedPositions(unet.Positions):
+    """Of the points that are here; the weight is the whole field's."""
+
+    rows: slice
+    columns: slice
+
+    def here(self) -> Tensor:
+        return self.weight[:, self.rows, self.columns]
+
+
+class StripedDouble(Double):
+    """The same of a stripe, which may be empty."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel():
+            return super().forward(x)
+        sides = (2 * max(0, size - 2) for size in x.shape[2:])
+        return _Nothing.apply((*x.shape[:2], *sides), x)
 
 
 class StripedConv(Conv):
@@ -181,9 +240,7 @@ def _field_pad(pad: FieldPad, stripes: Stripes, path: str) -> dict[str, Any]:
 def _require_known(model: nn.Module, stripes: Stripes) -> None:
     """ValueError for a module that is in no table, or a convolution without its pad."""
     split = f"{stripes.dim} is split over {stripes.ranks} ranks"
-    known = ONE_TOKEN | CONTAINERS | WINDOWS | {
-        ConvPad, TransposedPad, Crop, FieldPad, FieldGroupNorm, Conv, TransposedConv
-    }  # fmt: skip
+    known = ONE_TOKEN | CONTAINERS | WINDOWS | PLACED
     for path, module in model.named_modules():
         name = type(module).__name__
         path = path or "the model"
@@ -202,10 +259,11 @@ def _require_known(model: nn.Module, stripes: Stripes) -> None:
         for child, part in module.named_children():
             wanted = _wanted_pad(part)
             if wanted and wanted != _told(before):
+                needed = wanted[0].__name__
                 raise ValueError(
                     f"{path}.{child}: {split}, and {type(part).__name__} of {wanted[1]} reads"
-                    f" points that others hold; put a {wanted[0].__name__} of the same numbers"
-                    " right before it"
+                    f" points that others hold; put {'an' if needed[0] == 'E' else 'a'} {needed} of"
+                    " the same numbers right before it"
                 )
             before = part
 
@@ -216,6 +274,8 @@ def _wanted_pad(module: nn.Module) -> tuple[type[Pad], str] | None:
         return ConvPad, _numbers(module)
     if isinstance(module, TransposedConv) and module.kernel != module.stride:
         return TransposedPad, _numbers(module)
+    if isinstance(module, Double):
+        return EdgePad, "twice the points"
     return None
 
 
@@ -223,7 +283,7 @@ def _told(module: nn.Module | None) -> tuple[type[Pad], str] | None:
     """The pad that stands there, and what it was told."""
     if isinstance(module, ConvPad | TransposedPad):
         return type(module), _numbers(module)
-    return None
+    return (EdgePad, "twice the points") if isinstance(module, EdgePad) else None
 
 
 def _numbers(module: Conv | TransposedConv | ConvPad | TransposedPad) -> str:

@@ -8,6 +8,13 @@ from pathlib import Path
 from graticule.config import Config, from_dict
 from graticule.recipes.demo import demo, demo_coast, demo_finetune, small, winds
 from graticule.recipes.ocean import ocean
+from graticule.recipes.samudra import (
+    samudra,
+    samudra_1,
+    samudra_mini,
+    samudra_ocean,
+    samudra_quarter_degree,
+)
 from graticule.recipes.wenhai import (
     wenhai_large,
     wenhai_medium,
@@ -32,6 +39,11 @@ RECIPES: dict[str, Callable[[], Config]] = {
         wenhai_small_p2,
         wenhai_small_p8,
         wenhai_small_globe,
+        samudra,
+        samudra_1,
+        samudra_quarter_degree,
+        samudra_mini,
+        samudra_ocean,
     )
 }
 

@@ -7,7 +7,7 @@ from graticule.config import (
     DataConfig,
     EvaluateConfig,
     ForecastConfig,
-    ModelConfig,
+    SwinConfig,
     TrainConfig,
 )
 
@@ -19,7 +19,7 @@ def demo() -> Config:
     return Config(
         name="demo",
         data=DataConfig(store="data/planet.zarr", grid=(48, 96), prognostic=("u", "v", "h")),
-        model=ModelConfig(
+        model=SwinConfig(
             patch=2, sampling=2, width=64, depth=4, heads=4, window=(6, 6), norm_groups=8
         ),
         train=TrainConfig(
@@ -89,7 +89,7 @@ def winds() -> Config:
             validation=("1990",),
             test=("1991/1992",),
         ),
-        model=ModelConfig(
+        model=SwinConfig(
             patch=3, sampling=2, width=64, depth=2, heads=4, window=(5, 6), norm_groups=8
         ),
         train=TrainConfig(

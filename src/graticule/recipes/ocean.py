@@ -18,7 +18,7 @@ def ocean() -> Config:
         base,
         name="ocean",
         data=DataConfig(store="data/ocean.zarr"),
-        model=replace(base.model, depth=2),
+        model=replace(base.swin, depth=2),
         train=replace(base.train, steps=400, batch=4, roll_longitude=False),
         evaluate=replace(base.evaluate, climatology="month-day"),
     )

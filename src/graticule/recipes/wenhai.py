@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from graticule.config import Config, DataConfig, ModelConfig, TrainConfig
+from graticule.config import Config, DataConfig, SwinConfig, TrainConfig
 from graticule.data.known import WENHAI_DEPTHS_M
 
 # The 23 of GLORYS12's 50 depths, down to 644 m, that the Wenhai family predicts (m).
@@ -23,7 +23,7 @@ def _wenhai(name: str, *, width: int, heads: int, window: int) -> Config:
             validation=("2019",),
             test=("2020",),
         ),
-        model=ModelConfig(
+        model=SwinConfig(
             patch=4,
             sampling=2,
             width=width,
@@ -54,13 +54,13 @@ def wenhai_large() -> Config:
 def wenhai_small_p2() -> Config:
     """The small model with patches of 2 x 2 points."""
     small = wenhai_small()
-    return replace(small, name="wenhai-small-p2", model=replace(small.model, patch=2))
+    return replace(small, name="wenhai-small-p2", model=replace(small.swin, patch=2))
 
 
 def wenhai_small_p8() -> Config:
     """The small model without sampling modules; patches of 8 x 8 points give as many tokens."""
     small = wenhai_small()
-    model = replace(small.model, patch=8, sampling=1)
+    model = replace(small.swin, patch=8, sampling=1)
     return replace(small, name="wenhai-small-p8", model=model)
 
 
@@ -68,5 +68,5 @@ def wenhai_small_globe() -> Config:
     """The small model on a globe: longitude is periodic, so the circle's 540 token columns are
     cut into windows 9 wide."""
     small = wenhai_small()
-    model = replace(small.model, boundary="globe", window=(8, 9))
+    model = replace(small.swin, boundary="globe", window=(8, 9))
     return replace(small, name="wenhai-small-globe", model=model)

@@ -8,6 +8,8 @@ from graticule.report.picture import figures, lead_words
 from graticule.report.subject import Subject, lead_names, ratios, series
 
 REFERENCES = ("persistence", "climatology")
+BEYOND = 0.1
+"""Of the range of training values, from which a reader is warned that a forecast leaves it."""
 NOISE = 2
 """Power at short waves, over the truth's, from which a reader is warned."""
 LEVEL = 1.005
@@ -19,6 +21,7 @@ def summary(subject: Subject) -> list[str]:
     told = [_model(subject), _training(subject)]
     if subject.scores:
         told += [_skill(subject.scores), *_against(subject), *_activity(subject.scores)]
+        told += _ocean(subject.scores)
     elif subject.forecast:
         told.append("The forecast has not been scored.")
     else:
@@ -35,6 +38,7 @@ def warnings(subject: Subject) -> list[str]:
         *_of_losses(subject),
         *_of_forecast(subject),
         *(_of_scores(subject.scores) if subject.scores else ()),
+        *_of_range(subject),
         *_of_comparison(subject),
     ]
 
@@ -151,6 +155,21 @@ def _activity(scores: dict[str, Any]) -> list[str]:
         )
         praised = not hows
     return told
+
+
+def _ocean(scores: dict[str, Any]) -> list[str]:
+    """How well the heat of the upper ocean is kept, and temperature at its ends."""
+    heat = [row for row in ((scores.get("ocean") or {}).get("heat_content") or [])
+            if row.get("error_at_last_lead") is not None]  # fmt: skip
+    if not heat:
+        return []
+    row = heat[0]
+    return [
+        f"At {list(lead_names(scores).values())[-1]} its ocean holds"
+        f" {figures(abs(row['error_at_last_lead']) / 1e21)} ZJ"
+        f" {'more' if row['error_at_last_lead'] > 0 else 'less'} heat in {row['range']} than the"
+        " truth."
+    ]
 
 
 def _cost(subject: Subject) -> str:
@@ -271,6 +290,24 @@ def _of_scores(scores: dict[str, Any]) -> list[str]:
             f" ({figures(noisy[most])} times)."
         )
     return found
+
+
+def _of_range(subject: Subject) -> list[str]:
+    """Of an ocean's rollout: what has drifted out of what the model was trained on."""
+    channels = ((subject.scores or {}).get("ocean") or {}).get("channels", {})
+    out = {
+        name: told["beyond_trained_range"]
+        for name, told in channels.items()
+        if (told["beyond_trained_range"] or 0)
+        > max(BEYOND, told["truth_beyond_trained_range"] or 0)
+    }
+    if not out:
+        return []
+    most = max(out, key=out.__getitem__)
+    return [
+        f"The forecast leaves the range of the training values by more than {BEYOND:.0%} of it in"
+        f" {len(out):,} of {len(channels):,} channels, most in {most} (by {out[most]:.0%})."
+    ]
 
 
 def _of_comparison(subject: Subject) -> list[str]:

@@ -1,6 +1,6 @@
 """Maps of truth, forecast and difference for one initial time, one row a lead."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +60,7 @@ class _Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Scale:
+class Scale:
     """Colours from low to high; `extend` says at which ends drawn values lie beyond."""
 
     low: float
@@ -101,14 +101,20 @@ def forecast_maps(
         started = forecast.init_times[init]
         attributes, calendar = forecast.attributes, forecast.calendar
     told = lead_words([row.hours for row in rows])
-    field, difference = _field_scale(rows), _difference_scale(rows)
+    field = field_scale([row.truth for row in rows], [row.forecast for row in rows])
+    difference = difference_scale([row.difference for row in rows])
+    drawn = []
+    for row, lead in zip(rows, told, strict=True):
+        date = f"{row.valid:{_DATE}}"
+        titles = (f"truth\n{date}", f"forecast, lead {lead}\n{date}", f"forecast - truth\n{date}")
+        drawn.append(((row.truth, row.forecast, row.difference), titles))
     weights = short_weights(str(attributes.get("run_fingerprint", "")))
     height, width = store.grid.shape
     corner = f"{channel} from {started:{_DATE}}, grid {height} x {width}, weights {weights}"
     name = safe_name("maps", channel)
     with drawing(name) as figure_class:
-        png = png_of(_draw(figure_class, mesh, rows, told, field, difference,
-                           f"{channel} ({units})", f"difference ({units})", corner))  # fmt: skip
+        png = png_of(draw(figure_class, mesh, drawn, field, difference,
+                          f"{channel} ({units})", f"difference ({units})", corner))  # fmt: skip
     blocks = mesh.blocks
     dates = "" if calendar in _USUAL else f" Dates of the {calendar} calendar."
     return Picture(
@@ -206,28 +212,30 @@ def _words(channel: str, units: str, rows: list[_Row], told: list[str]) -> str:
 # Scales
 
 
-def _field_scale(rows: list[_Row]) -> _Scale:
-    truth = _finite(row.truth for row in rows)
-    drawn = np.concatenate([truth, _finite(row.forecast for row in rows)])
+def field_scale(true: Sequence[np.ndarray], ours: Sequence[np.ndarray]) -> Scale:
+    """Of truth and forecast together, by the truth's values (0.1 to 99.9 %)."""
+    truth = _finite(true)
+    drawn = np.concatenate([truth, _finite(ours)])
     if not drawn.size:
-        return _Scale(low=0, high=1, colours=_UNSIGNED, extend="neither")
+        return Scale(low=0, high=1, colours=_UNSIGNED, extend="neither")
     low, high = (float(v) for v in np.percentile(truth if truth.size else drawn, (0.1, 99.9)))
     colours = _UNSIGNED
     # A fifth: winds and anomalies are signed, degrees Celsius of the sea are not.
     if low < 0 < high and min(-low, high) > 0.2 * max(-low, high):
         high = max(-low, high)
         low, colours = -high, _SIGNED
-    return _Scale(**_wide(low, high), colours=colours, extend=_beyond(drawn, low, high))
+    return Scale(**_wide(low, high), colours=colours, extend=_beyond(drawn, low, high))
 
 
-def _difference_scale(rows: list[_Row]) -> _Scale:
-    drawn = _finite(row.difference for row in rows)
+def difference_scale(differences: Sequence[np.ndarray]) -> Scale:
+    """Centred on zero."""
+    drawn = _finite(differences)
     most = float(np.percentile(np.abs(drawn), 99.9)) if drawn.size else 0.0
     limits = _wide(-most, most)
-    return _Scale(**limits, colours=_DIFFERENCE, extend=_beyond(drawn, -most, most))
+    return Scale(**limits, colours=_DIFFERENCE, extend=_beyond(drawn, -most, most))
 
 
-def _finite(fields: Iterator[np.ndarray]) -> np.ndarray:
+def _finite(fields: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([field[np.isfinite(field)] for field in fields])
 
 
@@ -248,17 +256,17 @@ def _beyond(drawn: np.ndarray, low: float, high: float) -> str:
 # Drawing
 
 
-def _draw(
+def draw(
     figure_class: type["Figure"],
     mesh: Mesh,
-    rows: list[_Row],
-    told: list[str],
-    field: _Scale,
-    difference: _Scale,
+    rows: Sequence[tuple[Sequence[np.ndarray], Sequence[str]]],
+    field: Scale,
+    difference: Scale,
     field_label: str,
     difference_label: str,
     corner: str,
 ) -> "Figure":
+    """rows: truth, forecast and difference (lat, lon), `mesh.mean` of them, and their titles."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
     from matplotlib.ticker import MaxNLocator
@@ -277,10 +285,7 @@ def _draw(
         return figure.add_axes((left / width, bottom / height, wide / width, tall / height))
 
     scales = [_coloured(scale) for scale in (field, field, difference)]
-    for i, (row, lead) in enumerate(zip(rows, told, strict=True)):
-        date = f"{row.valid:{_DATE}}"
-        titles = (f"truth\n{date}", f"forecast, lead {lead}\n{date}", f"forecast - truth\n{date}")
-        fields = (row.truth, row.forecast, row.difference)
+    for i, (fields, titles) in enumerate(rows):
         bottom = _FOOT + (len(rows) - 1 - i) * (_TITLE + high)
         for column, (scale, cmap) in enumerate(scales):
             axis = axes(column, bottom, 1, high)
@@ -300,7 +305,7 @@ def _draw(
     return figure
 
 
-def _coloured(scale: _Scale) -> tuple[_Scale, Any]:
+def _coloured(scale: Scale) -> tuple[Scale, Any]:
     from matplotlib import colormaps
 
     return scale, colormaps[scale.colours].with_extremes(bad=LAND)

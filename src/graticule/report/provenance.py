@@ -9,7 +9,7 @@ from graticule.data.samples import SampleSource
 from graticule.report.folder import RunFolder, lineage
 from graticule.report.page import Html, number, table
 from graticule.report.picture import lead_words
-from graticule.report.subject import Opened, Subject, by
+from graticule.report.subject import Opened, Subject
 
 MOST_STARTS = 6
 """Initial times that a command names one by one."""
@@ -21,12 +21,11 @@ def model_rows(subject: Subject) -> list[list[Any]]:
     rows: list[list[Any]] = [
         ["name", config.name or "unnamed"],
         ["parameters", number(run.description.get("parameters"))],
-        ["model", f"{model.family}, patch {model.patch}, width {model.width}, {model.depth} blocks,"
-                  f" {model.heads} heads, windows {by(model.window_shape)},"
-                  f" sampling {model.sampling}, boundary {model.boundary}"],
+        ["model", f"{model.family}, {model.words}"],
         ["steps", f"{run.steps:,} of {settings.steps:,}"],
         ["samples of a step", f"{settings.batch * settings.accumulation:,}"],
-        ["leads in the loss", f"{settings.leads} ({settings.rollout_gradient} gradient)"],
+        ["leads in the loss", f"{settings.leads} (gradient through"
+                              f" {settings.detach_every or settings.leads} at a time)"],
         ["loss", f"{settings.loss}, {'area-weighted' if settings.area_weighted else 'unweighted'}"],
         ["learning rate", f"{settings.learning_rate:g}, {settings.schedule}, after"
                           f" {settings.warmup_steps} steps of warm-up"],

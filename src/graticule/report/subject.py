@@ -11,6 +11,7 @@ import cftime
 
 from graticule.config import Config, from_dict
 from graticule.data.store import Store
+from graticule.evaluate.ocean import OceanScores
 from graticule.evaluate.spectra import Spectra
 from graticule.forecast.reader import open_forecast
 from graticule.report.folder import RunFolder
@@ -67,6 +68,7 @@ class Opened:
 class Subject:
     """scores, others_scores: `Scores.to_dict()`. store: the truth of the forecast, and
     training_store: what the run was trained on, if they are where they were.
+    ocean: scores by depth, of a forecast with levels of an ocean.
 
     lineage: the runs its weights come from, nearest first. others: runs to compare with.
     seconds: by stage. chosen: channels that were asked for; empty: chosen here.
@@ -78,6 +80,7 @@ class Subject:
     forecast: Opened | None = None
     scores: dict[str, Any] | None = None
     spectra: Spectra | None = None
+    ocean: OceanScores | None = None
     store: Store | None = None
     training_store: Store | None = None
     others: dict[str, RunFolder] = field(default_factory=dict)

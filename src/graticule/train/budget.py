@@ -42,10 +42,12 @@ def chooser_of(
     rates: of the device; `cpu` or another one decides which kernels are foreseen.
     rank: None: the heaviest, for whose plan all ranks have room.
     """
-    if config.train.rollout_gradient == "detached" and config.train.leads > 1:
+    every = config.train.detach_every
+    if 0 < every < config.train.leads:
         raise ValueError(
-            f"train.rollout_gradient=detached holds one lead at a time, and plans are of full"
-            f" rollouts: plan it with train.leads=1 instead of {config.train.leads}, or set"
+            f"train.detach_every={every} holds {every} lead{'' if every == 1 else 's'} at a time,"
+            " and plans are of full rollouts:"
+            f" plan it with train.leads={every} instead of {config.train.leads}, or set"
             " memory.budget= and memory.mode=best to train without a plan"
         )
     on = "cpu" if rates.name == "cpu" else "cuda"
@@ -93,8 +95,8 @@ def _plan(config: Config, kind: str, ranks: int) -> dict[str, Any]:
 def _made_for(config: Config, kind: str, ranks: int) -> str:
     """Of what a plan depends on."""
     values = config.to_dict()
-    steps = ("batch", "accumulation", "leads", "rollout_gradient", "loss", "area_weighted",
-             "ema_decay", "precision")  # fmt: skip
+    steps = ("batch", "accumulation", "leads", "detach_every", "loss", "gradient_loss",
+             "denominator", "area_weighted", "ema_decay", "precision")  # fmt: skip
     parts = {section: values[section] for section in ("data", "model", "mesh", "memory")}
     train = {name: values["train"][name] for name in steps}
     return fingerprint([parts, train, kind, ranks, torch.__version__])
@@ -163,7 +165,7 @@ def widest(
     By doubling, then bisection until the narrowest that is too wide is within `closeness`.
     ValueError where not even the narrowest one fits.
     """
-    model, mesh = config.model, config.mesh
+    model, mesh = config.swin, config.mesh
     head = model.width // model.heads
     # Heads are shared among sequence x tensor ranks; norms have groups.
     unit = math.lcm(head * (mesh.sequence or 1) * mesh.tensor, model.norm_groups)

@@ -166,7 +166,7 @@ def write_description(
             "fingerprints": task.fingerprints,
             "channels": task.source.channel_names,
             "parameters": sum(p.numel() for p in task.model.parameters()),
-            "rollout_gradient": task.config.train.rollout_gradient,
+            "detach_every": task.config.train.detach_every,
             "leads": task.config.train.leads,
             "started_from": started_from or before.get("started_from", ""),
             "sessions": [*earlier, session],

@@ -24,8 +24,10 @@ from graticule.memory.profile import Profile, profile_step
 from graticule.memory.trace import INPUTS, own
 from graticule.mesh import Mesh, Stripes
 from graticule.model.layers import imitating
+from graticule.model.swin import Swin
 from graticule.parallel.launch import mesh_of
 from graticule.parallel.layouts import Topology, WindowLayout
+from graticule.train.differences import Differences
 from graticule.train.loss import LossWeights, loss_kind
 from graticule.train.objective import Objective
 from graticule.train.optimizer import Average, make_optimizer
@@ -134,11 +136,11 @@ def heaviest_rank(config: Config, shapes: Shapes, ranks: int) -> int:
         ranks=topology.ranks,
         index=0,
     )
-    layout = WindowLayout(model.windows, topology)
+    layout = WindowLayout(model.windows, topology) if isinstance(model, Swin) else None
     field, last = stripes.at(model.scales[1]), topology.ranks - 1
 
     def weight(rank: int) -> tuple[int, int, int, int]:
-        tokens = len(layout.windows(rank)) * layout.chunk
+        tokens = len(layout.windows(rank)) * layout.chunk if layout else 0
         neighbours = (rank > 0) + (rank < last)
         return tokens, field.length(rank), stripes.grid.length(rank), neighbours
 
@@ -230,17 +232,29 @@ class Rehearsal:
         def decode(channels: int) -> nn.Module:
             return _Decode(channels, self.here, on, dtype) if data == "stored" else nn.Identity()
 
+        alike = not config.train.area_weighted and config.train.denominator != "channel"
+        weights = LossWeights(wet if alike else wet.float(), wet, 1.0)
         self.objective = Objective(
             inputs=decode(shapes.num_prognostic),
             forcing=decode(shapes.num_forcing),
             labels=decode(shapes.num_predicted),
             statics=torch.zeros(shapes.num_static, *self.here, dtype=dtype),
-            weights=LossWeights(wet.float() if config.train.area_weighted else wet, wet, 1.0),
+            weights=weights,
             kind=loss_kind(config.train),
             leads=config.train.leads,
             num_prognostic=shapes.num_prognostic,
             num_outputs=shapes.num_outputs,
-            detach=config.train.rollout_gradient == "detached",
+            detach_every=config.train.detach_every,
+            differences=Differences.of(
+                weights,
+                config.train.gradient_loss,
+                grid=shapes.grid,
+                periodic=True,
+                stripes=running.stripes,
+                link=running.link,
+            )
+            if config.train.gradient_loss
+            else None,
         )
 
     def owned(self) -> dict[str, list[Tensor]]:
@@ -260,6 +274,8 @@ class Rehearsal:
             "constants": constants,
             INPUTS: self.fields,
         }
+        if objective.differences is not None:
+            constants.append(objective.differences.cell)
         if self.average:
             owned["average"] = list(self.average.tensors.values())
         return owned
@@ -287,17 +303,17 @@ class Rehearsal:
             more = range(leads, self.config.train.leads)
             self.fields = [inputs, *batch.labels, *(label() for _ in more)]
         objective = replace(self.objective, leads=leads)
-        sums = torch.zeros(leads, dtype=torch.float64)
-        factor = torch.ones((), dtype=torch.float64)
+        sums = torch.zeros(leads, objective.num_channels, dtype=torch.float64)
+        factors = torch.ones(objective.num_channels, dtype=torch.float64)
 
         def step() -> None:
             if self.alone:
                 self.optimizer.zero_grad(set_to_none=True)
-            Differentiated(running.model, objective, factor, memory)(batch, sums)
+            Differentiated(running.model, objective, factors, memory)(batch, sums)
             if self.data == "buffered":
                 batch.label = None
             running.shared.reduce()
-            running.shared.total(sums)
+            running.shared.total(sums.sum(1))
             running.shared.scale_(1.0)
             self.optimizer.step()
             if self.average:

@@ -1,13 +1,17 @@
 """The loss: a weighted sum of errors over a global weight, never a mean of means.
 
-    loss = sum over leads k of  S_k / W
-    S_k  = sum over sample b, output offset o, channel c, cell y, x of  w[c, y, x] |p - t|^n
-    W    = (number of samples b in the whole step) x (number of o) x sum of w[c, y, x]
+    loss = sum over leads k and channels c of  S_kc / W
+    S_kc = sum over sample b, output offset o, cell y, x of  w[c, y, x] |p - t|^n
+    W    = (number of samples b in the whole step) x (number of o) x total
 
-w is 0 where the channel has no value (land) and the cell's area at sea. A sum adds up whatever
-way it is cut into micro-batches, stripes or ranks; every part divides by the same W.
+w is 0 where the channel has no value (land) and the cell's area at sea, and total is, by
+`train.denominator`, the sum of w over all channels and cells (`wet`), or what that sum would be
+without land (`cells`). With `channel`, w is multiplied by what makes each channel that has sea
+weigh the same. A sum adds up whatever way it is cut into micro-batches, stripes or ranks; every
+part divides by the same W. A channel that is all land has the sum 0 and divides nothing.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from graticule.config import TrainConfig
 from graticule.parallel.exchange import Link
 
+Denominator = Literal["wet", "channel", "cells"]
 Kind = Literal["mae", "mse", "published mae"]
 """`published mae` gives the numbers of `mae` and keeps what the published program keeps."""
 
@@ -36,8 +41,8 @@ class LossWeights:
     cell: (channel, lat, lon) float32, 0 where not wet. Areas are relative to the mean cell, so
         that their size does not depend on the planet's. `wet` itself where all cells are alike.
     wet: (channel, lat, lon) bool.
-    total: exact sum of `cell` over the whole grid, whatever part of it is here: the weight of one
-        sample at one output offset.
+    total: over the whole grid, whatever part of it is here: the weight of one sample at one output
+        offset. The exact sum of `cell`, but for the denominator `cells`.
     """
 
     cell: Tensor
@@ -51,6 +56,7 @@ class LossWeights:
         cell_area: np.ndarray | None = None,
         *,
         mean_area: float | None = None,
+        denominator: Denominator = "wet",
         link: Link | None = None,
         device: torch.device | str = "cpu",
     ) -> "LossWeights":
@@ -61,17 +67,26 @@ class LossWeights:
         device: where the weights are.
         ValueError if nothing is wet anywhere.
         """
+        link = link or Link()
         cell = wet = wet.astype(bool)
+        relative = np.ones(wet.shape[1:], np.float32)
         if cell_area is not None:
             if (cell_area <= 0).any():
                 raise ValueError(f"cell areas must be positive, the least is {cell_area.min():g}")
-            relative = cell_area / (cell_area.mean() if mean_area is None else mean_area)
-            cell = (wet * relative).astype(np.float32)
+            mean_area = cell_area.mean() if mean_area is None else mean_area
+            relative = (cell_area / mean_area).astype(np.float32)
+            cell = wet * relative
         # Of the rounded weights, so that an error of 2 everywhere is a loss of 2.
-        local = torch.tensor(cell.sum(dtype=np.float64), device=device)
-        total = float((link or Link()).sum(local, "weights"))
-        if not total:
+        sums = np.append(cell.sum((1, 2), dtype=np.float64), relative.sum(dtype=np.float64))
+        *by_channel, whole = link.sum(torch.tensor(sums, device=device), "weights").tolist()
+        if not any(by_channel):
             raise ValueError(f"no predicted channel has a wet cell among {wet.shape}: no loss")
+        if denominator == "channel":
+            factors = [whole / own if own else 0.0 for own in by_channel]
+            cell = (np.array(factors)[:, None, None] * cell).astype(np.float32)
+            sums = cell.sum((1, 2), dtype=np.float64)
+            by_channel = link.sum(torch.tensor(sums, device=device), "weights").tolist()
+        total = whole * len(wet) if denominator == "cells" else math.fsum(by_channel)
         mask = torch.from_numpy(wet)
         return cls(mask if cell is wet else torch.from_numpy(cell), mask, total).to(device)
 
@@ -80,8 +95,8 @@ class LossWeights:
         return LossWeights(wet if self.cell is self.wet else self.cell.to(device), wet, self.total)
 
 
-def weighted_error(predicted: Tensor, target: Tensor, weights: LossWeights, kind: Kind) -> Tensor:
-    """Weighted sum of absolute or squared errors, a float64 scalar. Not divided by anything.
+def weighted_errors(predicted: Tensor, target: Tensor, weights: LossWeights, kind: Kind) -> Tensor:
+    """(channel,) float64, weighted sums of absolute or squared errors. Not divided by anything.
 
     predicted, target: (batch, output offset, channel, lat, lon), normalised. What `target` holds
     where a channel is not wet, NaN too, reaches neither the sum nor the gradient. NaN at sea does.
@@ -93,13 +108,13 @@ def weighted_error(predicted: Tensor, target: Tensor, weights: LossWeights, kind
             " lat, lon) twice and (channel, lat, lon)"
         )
     if kind == "published mae":
-        difference = _difference(predicted, target, weights.wet)
-        return _weighed(difference.abs(), weights.cell).sum(dtype=torch.float64)
+        difference = error_of(predicted, target, weights.wet)
+        return _by_channel(_weighed(difference.abs(), weights.cell)).sum((0, 1))
     function = _AbsoluteError if kind == "mae" else _SquaredError
     return function.apply(predicted, target, weights.cell, weights.wet)
 
 
-def _difference(predicted: Tensor, target: Tensor, wet: Tensor) -> Tensor:
+def error_of(predicted: Tensor, target: Tensor, wet: Tensor) -> Tensor:
     """predicted - target in float32 (float64 of float64), 0 where not wet."""
     # Half precision would round a small difference of large numbers.
     wide = torch.promote_types(torch.promote_types(predicted.dtype, target.dtype), torch.float32)
@@ -112,11 +127,16 @@ def _weighed(values: Tensor, cell: Tensor) -> Tensor:
     return values if cell.dtype is torch.bool else values.mul_(cell)
 
 
-def _gradient_of(total: Tensor, cell: Tensor) -> Tensor:
-    """Of each value where the sum of weighed values has the gradient `total`, a scalar. Where all
-    weights are alike it is of dry values too."""
-    # `cell` is made wide itself: a scalar of any type would not widen it.
-    return total if cell.dtype is torch.bool else cell.to(total.dtype) * total
+def _by_channel(values: Tensor) -> Tensor:
+    """(..., channel, lat, lon) -> (..., channel) sums in float64."""
+    return values.sum((-2, -1), dtype=torch.float64)
+
+
+def _gradient_of(sums: Tensor, cell: Tensor) -> Tensor:
+    """Of each value where the channels' sums of weighed values have the gradients `sums`. Where
+    all weights are alike it is of dry values too."""
+    sums = sums[:, None, None]
+    return sums if cell.dtype is torch.bool else cell.to(sums.dtype) * sums
 
 
 class _AbsoluteError(torch.autograd.Function):
@@ -127,13 +147,13 @@ class _AbsoluteError(torch.autograd.Function):
         learns = ctx.needs_input_grad[0]
         kept = predicted.shape if learns else (0,)
         sign = torch.empty(kept, dtype=torch.int8, device=predicted.device)
-        total = torch.zeros((), dtype=torch.float64, device=predicted.device)
+        total = torch.zeros(cell.shape[0], dtype=torch.float64, device=predicted.device)
         # One sample at a time: the float32 temporaries are those of one sample.
         for b in range(predicted.shape[0]):
-            difference = _difference(predicted[b], target[b], wet)
+            difference = error_of(predicted[b], target[b], wet)
             if learns:
                 sign[b] = torch.sign(difference)
-            total += _weighed(difference.abs_(), cell).sum(dtype=torch.float64)
+            total += _by_channel(_weighed(difference.abs_(), cell)).sum(0)
         ctx.save_for_backward(sign, cell)
         ctx.dtype = predicted.dtype
         return total
@@ -151,10 +171,10 @@ class _SquaredError(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, predicted: Tensor, target: Tensor, cell: Tensor, wet: Tensor) -> Tensor:
-        difference = _difference(predicted, target, wet)
-        total = torch.zeros((), dtype=torch.float64, device=predicted.device)
+        difference = error_of(predicted, target, wet)
+        total = torch.zeros(cell.shape[0], dtype=torch.float64, device=predicted.device)
         for one in difference:
-            total += _weighed(one.square(), cell).sum(dtype=torch.float64)
+            total += _by_channel(_weighed(one.square(), cell)).sum(0)
         ctx.save_for_backward(difference, cell)
         ctx.dtype = predicted.dtype
         return total

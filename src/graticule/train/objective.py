@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from graticule.forecast.rollout import rollout
-from graticule.train.loss import Kind, LossWeights, weighted_error
+from graticule.train.differences import Differences
+from graticule.train.loss import Kind, LossWeights, weighted_errors
 
 
 class MicroBatch(Protocol):
@@ -32,7 +33,8 @@ class Objective:
     inputs, forcing, labels: stored numbers on the device to normalised ones (`Normaliser`).
     statics: (channel, lat, lon) on the device that computes.
     num_outputs: output offsets of a model step.
-    detach: each lead's input is a constant, the gradient does not cross leads.
+    detach_every: after how many leads the gradient is not handed on; 0: it is through all of them.
+    differences: of the gradient loss, where there is one.
     """
 
     inputs: Callable[[Tensor], Tensor]
@@ -44,7 +46,22 @@ class Objective:
     leads: int
     num_prognostic: int
     num_outputs: int = 1
-    detach: bool = False
+    detach_every: int = 0
+    differences: Differences | None = None
+
+    @property
+    def groups(self) -> list[range]:
+        """The leads, those together through which the gradient goes."""
+        every = self.detach_every or self.leads
+        return [
+            range(first, min(first + every, self.leads + 1))
+            for first in range(1, self.leads + 1, every)
+        ]
+
+    @property
+    def num_channels(self) -> int:
+        """That are predicted."""
+        return int(self.weights.cell.shape[0])
 
     def weight(self, samples: int) -> float:
         """The global weight of one lead of `samples` samples."""
@@ -56,13 +73,29 @@ class Objective:
             return stored.to(self.statics.device, non_blocking=True)
 
     def error(self, predicted: Tensor, labels: Tensor) -> Tensor:
-        """Weighted error sum of a lead, a float64 scalar, differentiable. labels: stored ones."""
-        return weighted_error(
-            predicted, self.labels(self.on_device(labels)), self.weights, self.kind
-        )
+        """(channel,) float64 weighted error sums of a lead, differentiable. labels: stored ones."""
+        return self._error(predicted, self.labels(self.on_device(labels)))
+
+    def _error(self, predicted: Tensor, labels: Tensor) -> Tensor:
+        """labels: normalised."""
+        errors = weighted_errors(predicted, labels, self.weights, self.kind)
+        if self.differences is not None:
+            errors = errors + self.differences.errors(predicted, labels, self.weights.wet)
+        return errors
 
     def errors(self, model: nn.Module, batch: MicroBatch) -> Iterator[Tensor]:
-        """Weighted error sums of leads 1, 2, ...: of a forecast, whose gradient nobody takes."""
+        """Error sums of leads 1, 2, ..., as `error` gives them: of a forecast, whose gradient
+        nobody takes."""
+        states = self.inputs(self.on_device(batch.inputs))
+        return (error for *_, error in self.forecast(model, states, batch))
+
+    def forecast(
+        self, model: nn.Module, states: Tensor, batch: MicroBatch
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(predicted, labels, error sums) of leads 1, 2, ... of a batch, the first two normalised.
+
+        states: the batch's inputs, normalised.
+        """
         waiting: list[Tensor] = []
 
         def forcing(lead: int) -> Tensor:
@@ -73,11 +106,12 @@ class Objective:
 
         for predicted in rollout(
             model,
-            self.inputs(self.on_device(batch.inputs)),
+            states,
             forcing,
             self.statics,
             self.weights.wet,
             leads=self.leads,
             num_prognostic=self.num_prognostic,
         ):
-            yield self.error(predicted, waiting.pop())
+            labels = self.labels(self.on_device(waiting.pop()))
+            yield predicted, labels, self._error(predicted, labels)

@@ -103,10 +103,17 @@ def restore_optimizer(
 
 
 class Average:
-    """Exponential moving average of the parameters; buffers are copied, not averaged.
+    """Exponential moving average of the parameters, and of the statistics that belong to them.
 
     average <- average + (1 - d) (parameter - average), d = min(decay, (1 + n) / (10 + n)) at
     update n: a short run's average does not remember its random start.
+
+    Persistent buffers of floating point, batch norm's running means and variances, are averaged
+    alike; those of integers are copied. Copies would be the statistics of the newest weights, which
+    the averaged ones do not have: behind a linear layer y = A x the mean of averaged weights is
+    the average of the means, mean(A) E[x], exactly, and their variance is the average of the
+    variances but for the spread of the weights squared, of second order. Copies are wrong to first
+    order, by how far the weights have moved since. A buffer that does not change stays what it is.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -122,11 +129,10 @@ class Average:
     def update(self, model: nn.Module, step: int) -> None:
         share = 1 - self.decay_at(step)
         # A parameter with two names is averaged under both.
-        parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, value in model.state_dict().items():
             # Of a sharded parameter, this rank's part: no communication.
             ours, value = local(self.tensors[name]), local(value)
-            if name in parameters:
+            if value.is_floating_point():
                 ours.lerp_(value, share)
             else:
                 ours.copy_(value)

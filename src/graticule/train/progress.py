@@ -7,6 +7,8 @@ Keys of a line:
 
 step                optimizer step, from 1
 loss                summed over leads; `lead_losses` each of them where there are several
+scaled_loss         with `train.dynamic_scale`: what was minimised, the channels' factors included,
+                    which `loss` is without
 gradient_norm       global, before clipping
 learning_rate       that this step used
 seconds             wall time of this step, waits included, without what comes between steps
@@ -68,7 +70,7 @@ class Metrics:
         """One step's line. Numbers that are not finite become null: JSON has no others."""
         if self._rank:
             metrics = {key: metrics[key] for key in RANK_KEYS}
-        line = json.dumps({key: _plain(value) for key, value in metrics.items()})
+        line = json.dumps(plain(metrics))
         try:
             self._file.write(line + "\n")
             self._file.flush()
@@ -91,14 +93,15 @@ class Metrics:
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """All whole lines of a run's `metrics.jsonl`."""
-    return _read_lines(run / FILE)
+    return read_lines(run / FILE)
 
 
 def _file_of(run: Path, rank: int) -> Path:
     return run / RANKS / f"metrics-{rank:05d}.jsonl" if rank else run / FILE
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file of one JSON table a line, each with its `step`."""
     # A crash of the machine can leave bytes at the end that are no text.
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     lines = text.splitlines()
@@ -131,16 +134,19 @@ def memory_gib(device: torch.device) -> float:
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """As JSON holds it: numbers that are not finite become None."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _drop_after(path: Path, step: int) -> None:
     if not path.exists():
         return
-    kept = [line for line in _read_lines(path) if line["step"] <= step]
+    kept = [line for line in read_lines(path) if line["step"] <= step]
     part = path.with_name(f".{path.name}.part")
     try:
         part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")

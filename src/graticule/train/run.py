@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from graticule.memory.apply import Memory
 from graticule.mesh import Mesh
 from graticule.parallel.launch import mesh_of, processes
 from graticule.train import checkpoint
+from graticule.train.dynamic_scale import DynamicScale
 from graticule.train.folder import versions
 from graticule.train.optimizer import (
     Average,
@@ -30,7 +31,7 @@ from graticule.train.optimizer import (
 )
 from graticule.train.progress import memory_gib
 from graticule.train.step import LossScale, StepResult, training_step
-from graticule.train.task import Task, fields_of
+from graticule.train.task import Task, fields_of, in_steps
 
 Step = Callable[[], StepResult]
 _log = logging.getLogger(__name__)
@@ -49,6 +50,11 @@ class Run:
         self.step = 0
         model, channels = task.model, task.source.channel_names
         self.loss_scale = LossScale() if self.settings.precision in ("fp16", "paper") else None
+        self.dynamic_scale: DynamicScale | None = None
+        if self.settings.dynamic_scale == "inverse":
+            self.dynamic_scale = DynamicScale.of(
+                task.objective.num_channels, self.settings.dynamic_scale_limit
+            )
         self.started_from = ""
         if start is None and self.settings.start_from:
             loaded = self._load_weights(model, channels)
@@ -110,6 +116,8 @@ class Run:
         restore_optimizer(self.optimizer, model, tensors)
         if self.loss_scale:
             self.loss_scale = LossScale(**state["loss_scale"])
+        if self.dynamic_scale:
+            self.dynamic_scale = DynamicScale(**state["dynamic_scale"])
 
     def _first_sample(self, step: int) -> int:
         """Number of the first sample of a step (1, 2, ...)."""
@@ -128,6 +136,7 @@ class Run:
             "seed": self.settings.seed,
             "learning_rate": Schedule(self.settings).rate(self.step),
             "loss_scale": asdict(self.loss_scale) if self.loss_scale else None,
+            "dynamic_scale": asdict(self.dynamic_scale) if self.dynamic_scale else None,
             "channels": self.task.source.channel_names,
             "fingerprints": self.task.fingerprints,
             # A forecast from another store sees fields as this training did.
@@ -162,7 +171,8 @@ class Run:
 
         take: runs the step it is given; a profiler looks on.
         """
-        settings, objective = self.settings, self.task.objective
+        settings, leads = self.settings, self.settings.leads_at(self.step + 1)
+        objective = replace(self.task.objective, leads=leads)
         began, waited = time.perf_counter(), loader.waited
         samples = settings.batch * settings.accumulation
         rate = Schedule(settings).rate(self.step + 1)
@@ -178,6 +188,7 @@ class Run:
             learning_rate=rate,
             clip_norm=settings.clip_norm,
             loss_scale=self.loss_scale,
+            dynamic_scale=self.dynamic_scale,
             average=self.average,
             shared=self.task.running.shared,
             memory=self.memory,
@@ -187,9 +198,11 @@ class Run:
         self.step += 1
         seconds = time.perf_counter() - began
         values = len(self.task.source.predicted) * math.prod(self.task.source.store.grid.shape)
-        values *= objective.num_outputs * objective.leads
+        values *= objective.num_outputs * leads
         line: dict[str, Any] = {"step": self.step, "loss": result.loss}
-        if objective.leads > 1:
+        if result.scaled_loss is not None:
+            line["scaled_loss"] = result.scaled_loss
+        if leads > 1:
             line["lead_losses"] = list(result.lead_losses)
         line |= {
             "gradient_norm": result.gradient_norm,
@@ -208,5 +221,6 @@ class Run:
 def rehearsed(config: Config, steps: int) -> list[dict[str, Any]]:
     """The metrics of a run's first steps on its mesh, taken in memory by all ranks together."""
     with processes("cpu") as here:
+        config = in_steps(config)
         mesh = Mesh(mesh_of(config.mesh, here.size))
         return Run(Task.of(config, here.device, mesh), None).rehearse(steps)

@@ -5,9 +5,11 @@ up without any further division: gradients are summed over ranks, never averaged
 the package calls `backward`.
 
 The graph of a rollout is cut between leads: each lead is differentiated by itself, from the last
-to the first, given the gradient of what it fed back. With a lead-wise plan no graph waits for that
-either: what the network said in each lead is kept, nothing else, and a lead runs again before it
-is differentiated. States come back bit for bit, since they are the first one plus what was said.
+to the first, given the gradient of what it fed back. Where the gradient is not handed on, after
+every `detach_every` leads, those before are differentiated, and freed, before the next one runs.
+With a lead-wise plan no graph waits for that either: what the network said in each lead is kept,
+nothing else, and a lead runs again before it is differentiated. States come back bit for bit,
+since they are the first one plus what was said.
 
 The ranges that a profiler shows are named here (`split.py` reads them). Without a profiler one
 costs microseconds, and a step has a few for each lead.
@@ -29,6 +31,7 @@ from graticule.memory.apply import Memory
 from graticule.memory.trace import span
 from graticule.mesh import Mesh
 from graticule.parallel.data import SharedWeights
+from graticule.train.dynamic_scale import DynamicScale
 from graticule.train.objective import MicroBatch, Objective
 from graticule.train.optimizer import Average
 
@@ -64,15 +67,18 @@ class LossScale:
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: summed over leads. lead_losses: of each. gradient_norm: before clipping.
-    applied: False where a float16 step was left out and the loss scale lowered.
-    told: the sum of what the ranks told each other. All of it is the same on every rank."""
+    """loss: summed over leads, whatever factors the channels have. lead_losses: of each.
+    gradient_norm: before clipping. applied: False where a float16 step was left out and the loss
+    scale lowered. told: the sum of what the ranks told each other. scaled_loss: the loss that was
+    minimised, with the channels' factors, where they have any. All of it is the same on every
+    rank."""
 
     loss: float
     lead_losses: tuple[float, ...]
     gradient_norm: float
     applied: bool
     told: float = 0.0
+    scaled_loss: float | None = None
 
 
 def training_step(
@@ -86,6 +92,7 @@ def training_step(
     learning_rate: float,
     clip_norm: float = 0.0,
     loss_scale: LossScale | None = None,
+    dynamic_scale: DynamicScale | None = None,
     average: Average | None = None,
     shared: SharedWeights | None = None,
     memory: Memory | None = None,
@@ -94,7 +101,8 @@ def training_step(
     """Take optimizer step `step` on the micro-batches, which hold `samples` samples in all.
 
     samples: of all ranks. learning_rate: of this step. clip_norm: largest global norm; 0: no
-    clipping. loss_scale: for float16. Gradients stay in `.grad`, clipped, until the next step.
+    clipping. loss_scale: for float16. dynamic_scale: the channels' factors; they follow the errors
+    of this step's first lead. Gradients stay in `.grad`, clipped, until the next step.
     shared: the ranks that train this model together; None: this process alone.
     memory: what is kept and what is computed again; None: everything is kept.
     tell: a number that is added up over the ranks, at no further wait.
@@ -104,10 +112,13 @@ def training_step(
     optimizer.zero_grad(set_to_none=True)
     weight = objective.weight(samples)
     scale = loss_scale.value if loss_scale else 1.0
-    sums = torch.zeros(objective.leads, dtype=torch.float64, device=objective.statics.device)
+    channels, leads = objective.num_channels, objective.leads
+    sums = torch.zeros(leads, channels, dtype=torch.float64, device=objective.statics.device)
     seen: list[Any] = []
-    factor = sums.new_tensor(scale / weight)
-    rollout = Differentiated(model, objective, factor, memory or Memory())
+    factors = sums.new_ones(channels)
+    if dynamic_scale:
+        factors = sums.new_tensor(dynamic_scale.factors)
+    rollout = Differentiated(model, objective, factors * (scale / weight), memory or Memory())
     for batch in _ranged(batches, itertools.repeat("data wait")):
         seen += batch.init_times
         rollout(batch, sums)
@@ -115,14 +126,20 @@ def training_step(
     with span("communication"):
         shared.reduce()
         others = torch.tensor([len(seen), tell], dtype=torch.float64, device=sums.device)
-        totals, norm = shared.total(torch.cat([sums / weight, others]))
+        parts = [sums.sum(1) / weight, others]
+        if dynamic_scale:
+            parts += [(sums * factors).sum().reshape(1) / weight, sums[0] * (channels / weight)]
+        totals, norm = shared.total(torch.cat(parts))
         # The only wait for the device in a step.
-        *lead_losses, came, told, gradient_norm = torch.cat([totals, norm.reshape(1)]).tolist()
+        *found, gradient_norm = torch.cat([totals, norm.reshape(1)]).tolist()
+    lead_losses, (came, told), scaled = found[:leads], found[leads : leads + 2], found[leads + 2 :]
     gradient_norm /= scale
     assert came == samples * shared.sample_size, f"{came} samples came, not {samples}"
     with span("optimizer"):
         loss = math.fsum(lead_losses)
         result = StepResult(loss, tuple(lead_losses), gradient_norm, True, told)
+        if dynamic_scale:
+            result = replace(result, scaled_loss=scaled[0])
         if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
             if loss_scale and loss_scale.bad():
                 return replace(result, applied=False)
@@ -142,6 +159,8 @@ def training_step(
         optimizer.step()
         if loss_scale:
             loss_scale.good()
+        if dynamic_scale:
+            dynamic_scale.update(scaled[1:])
         if average:
             average.update(model, step)
         return result
@@ -180,67 +199,76 @@ class Differentiated:
     """Takes the gradient of a micro-batch's rollout.
 
     model: with a plan it takes a runner besides its input, and lead-wise it has `add` (`Swin`).
-    factor: of the errors' sum, float64.
+    factors: (channel,) float64, of each channel's sum of errors.
+    memory: whose plan is of as many leads as the objective has, or of more.
     """
 
     model: Any
     objective: Objective
-    factor: Tensor
+    factors: Tensor
     memory: Memory
 
     def __call__(self, batch: MicroBatch, sums: Tensor) -> None:
-        """Add the errors of leads 1, 2, ... to `sums`, and their gradients to the parameters'."""
+        """Add the errors of leads 1, 2, ... to `sums`, (lead, channel) float64, and their gradients
+        to the parameters'."""
         if self.memory.lead_wise and self.objective.leads > 1:
             self._lead_wise(batch, sums)
         else:
             self._together(batch, sums)
 
     def _together(self, batch: MicroBatch, sums: Tensor) -> None:
-        """Forward through all leads, then back."""
+        """Forward through the leads of a group, then back."""
         objective = self.objective
         states = objective.inputs(objective.on_device(batch.inputs))
         waiting: list[_Lead] = []
-        for lead in range(1, objective.leads + 1):
-            done, states = self._forward(lead, states, *self._data(batch), sums)
-            waiting.append(done)
-            del done  # `waiting` alone holds it: it goes when it is differentiated
-            # Detached leads hand no gradient on: each is freed before the next one is computed.
-            if objective.detach:
-                self._back(waiting.pop(), None)
-        del states
-        gradient = None
-        while waiting:
-            gradient = self._back(waiting.pop(), gradient)
+        for leads in objective.groups:
+            for lead in leads:
+                done, states = self._forward(lead, leads, states, *self._data(batch), sums)
+                waiting.append(done)
+                del done  # `waiting` alone holds it: it goes when it is differentiated
+            if leads[-1] == objective.leads:
+                del states
+            gradient = None
+            while waiting:
+                gradient = self._back(waiting.pop(), gradient)
 
     def _lead_wise(self, batch: MicroBatch, sums: Tensor) -> None:
-        """Forward without a graph; then each lead again, from the last, and back."""
+        """Forward without a graph; then each lead of a group again, from the last, and back."""
         objective, model = self.objective, self.model
         stored = objective.on_device(batch.inputs)
-        data = []
-        said: list[Tensor] = []
-        states = objective.inputs(stored)
-        with torch.no_grad():
-            for lead in range(1, objective.leads):
-                data.append(self._data(batch))
-                with span(f"forward lead {lead}"):
-                    x = self._input(states, data[-1][0])
-                    said.append(model(x, *self.memory.runner(lead), added=False))
-                    states = self._after(states, model.add(x, said[-1]))
-                    del x
-        last = self._forward(objective.leads, states, *self._data(batch), sums)[0]
-        del states
-        gradient = self._back(last, None)
-        del last
-        for lead in range(objective.leads - 1, 0, -1):
-            said.pop()
-            with torch.no_grad(), span("forward again"):
-                states = objective.inputs(stored)
-                for (forcing, _labels), change in zip(data, said, strict=False):
-                    states = self._after(states, model.add(self._input(states, forcing), change))
-            again = self._forward(lead, states, *data.pop(), sums)[0]
+        after: Tensor | None = None  # the group before, where there is one
+        for leads in objective.groups:
+            data = []
+            said: list[Tensor] = []
+            states = objective.inputs(stored) if after is None else after
+            with torch.no_grad():
+                for lead in leads[:-1]:
+                    data.append(self._data(batch))
+                    with span(f"forward lead {lead}"):
+                        x = self._input(states, data[-1][0])
+                        said.append(model(x, *self.memory.runner(lead), added=False))
+                        states = self._after(states, model.add(x, said[-1]))
+                        del x
+            last, end = self._forward(leads[-1], leads, states, *self._data(batch), sums)
             del states
-            gradient = self._back(again, gradient)
-            del again
+            if leads[-1] == objective.leads:
+                del end
+            gradient = self._back(last, None)
+            del last
+            for lead in reversed(leads[:-1]):
+                said.pop()
+                with torch.no_grad(), span("forward again"):
+                    states = objective.inputs(stored) if after is None else after
+                    for (forcing, _labels), change in zip(data, said, strict=False):
+                        x = model.add(self._input(states, forcing), change)
+                        states = self._after(states, x)
+                        del x
+                again = self._forward(lead, leads, states, *data.pop(), sums)[0]
+                del states
+                gradient = self._back(again, gradient)
+                del again
+            if leads[-1] < objective.leads:
+                after = end
 
     def _data(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Stored (forcing, labels) of the next lead."""
@@ -257,16 +285,23 @@ class Differentiated:
         return next_states(states, predicted, self.objective.num_prognostic)
 
     def _forward(
-        self, lead: int, states: Tensor, forcing: Tensor, labels: Tensor, sums: Tensor
+        self,
+        lead: int,
+        group: range,
+        states: Tensor,
+        forcing: Tensor,
+        labels: Tensor,
+        sums: Tensor,
     ) -> tuple[_Lead, Tensor]:
-        """A lead with its graph; the states after it, without."""
+        """A lead with its graph; the states after it, without. group: the leads of its own, from
+        the last of which no gradient is handed on, nor to the first."""
         objective = self.objective
         with span(f"forward lead {lead}"):
             # The first lead's belong to the caller, who may want their gradient himself.
             given, gradient = states, list[Tensor]()
             if lead > 1:
                 given = states.detach()
-                if not objective.detach:
+                if lead > group[0]:
                     wanted = states.new_empty(0).requires_grad_()
                     given = _Given.apply(wanted, given, gradient)
             output = self.model(self._input(given, forcing), *self.memory.runner(lead))
@@ -274,15 +309,14 @@ class Differentiated:
             del output
             error = objective.error(predicted, labels)
             sums[lead - 1] += error.detach()
-            last = objective.detach or lead == objective.leads
             states = next_states(given, predicted, objective.num_prognostic)
-            edge = None if last else get_gradient_edge(states)
+            edge = None if lead == group[-1] else get_gradient_edge(states)
         return _Lead(get_gradient_edge(error), edge, gradient), states.detach()
 
     def _back(self, lead: _Lead, gradient: Tensor | None) -> Tensor | None:
         """The gradient of what the lead was given; `gradient`: of what it fed back."""
         with span("backward"):
-            roots, gradients = [lead.error], [self.factor]
+            roots, gradients = [lead.error], [self.factors]
             if gradient is not None and lead.states is not None:
                 roots.append(lead.states)
                 gradients.append(gradient)

@@ -2,9 +2,9 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import nn
 
 from graticule.assemble import PRECISIONS, Running, assemble, shapes_of
 from graticule.config import Config, fingerprint
-from graticule.data.loader import Loader, Order
+from graticule.data.loader import Batch, Loader, Order
 from graticule.data.normalise import Normaliser, normalised_statics
 from graticule.data.samples import SampleSource
 from graticule.data.statistics import Statistics
@@ -21,6 +21,7 @@ from graticule.data.store import Store
 from graticule.grid import Grid
 from graticule.mesh import SAMPLE, Dim, Mesh
 from graticule.parallel.exchange import Link
+from graticule.train.differences import Differences
 from graticule.train.loss import LossWeights, loss_kind
 from graticule.train.objective import Objective
 
@@ -49,9 +50,7 @@ class Task:
     def of(cls, config: Config, device: torch.device, mesh: Mesh | None = None) -> "Task":
         """mesh: none: of one process. Of several, all of them make this call together."""
         settings, mesh = config.train, mesh or Mesh()
-        if not config.data.store:
-            raise ValueError("nothing to train on: set data.store=PATH, a store's folder")
-        store = Store(config.data.store)
+        store = _store_of(config)
         whole = SampleSource(store, config.data)
         if settings.roll_longitude:
             _require_rollable(whole, config.mesh.stripe_dim, mesh.sample_size)
@@ -83,24 +82,32 @@ class Task:
             return Normaliser(store, channels, statistics, dtype=dtype, **here).to(device)
 
         area = store.grid.cell_area if settings.area_weighted else None
+        weights = LossWeights.of(
+            store.wet_part(source.predicted, rows, columns),
+            None if area is None else area[rows, columns],
+            mean_area=None if area is None else float(area.mean()),
+            denominator=settings.denominator,
+            link=Link(mesh.group(*SAMPLE)),
+            device=device,
+        )
         objective = Objective(
             inputs=normaliser(source.prognostic),
             forcing=normaliser(source.forcing),
             labels=normaliser(source.predicted),
             statics=normalised_statics(store, statics, statistics, **here).to(device, dtype),
-            weights=LossWeights.of(
-                store.wet_part(source.predicted, rows, columns),
-                None if area is None else area[rows, columns],
-                mean_area=None if area is None else float(area.mean()),
-                link=Link(mesh.group(*SAMPLE)),
-                device=device,
-            ),
+            weights=weights,
             kind=loss_kind(settings),
             leads=settings.leads,
             num_prognostic=shapes.num_prognostic,
             num_outputs=shapes.num_outputs,
-            detach=settings.rollout_gradient == "detached",
-        )
+            detach_every=settings.detach_every,
+            differences=Differences.of(
+                weights, settings.gradient_loss, grid=store.grid.shape,
+                periodic=store.grid.periodic, stripes=running.stripes, link=running.link,
+            )
+            if settings.gradient_loss
+            else None,
+        )  # fmt: skip
         names = [store.channels.names[c] for c in source.used] + statics
         mean, scale = statistics.aligned(names)
         return cls(
@@ -127,34 +134,44 @@ class Task:
     def validation_loss(self) -> float:
         """The objective over the validation samples that `trainer.train` describes, the same on
         all ranks."""
-        starts, mesh = self.validation_starts, self.running.mesh
-        assert starts is not None
-        picked = np.unique(np.linspace(0, len(starts) - 1, VALIDATION_SAMPLES).round().astype(int))
-        ranks, settings = mesh.sizes["data"], self.config.train
-        own, share = picked[mesh.index("data") :: ranks], math.ceil(settings.batch / ranks)
-        steps = math.ceil(math.ceil(len(picked) / ranks) / share)
-        # All ranks call the model equally often. One that has run out of samples takes one that is
-        # not its own, alone in the last batch, and forgets it.
-        counted = math.ceil(len(own) / share)
-        own = np.concatenate([own, picked[: steps - counted]])
-        order = Order(starts[own], seed=None)
-        loader = self._loader(order, range(len(own)), batch=share, rank=0, ranks=1, roll_seed=None)
+        assert self.validation_starts is not None
+        starts = evenly(self.validation_starts, VALIDATION_SAMPLES)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.model.eval()
-        with torch.no_grad(), closing(iter(loader)) as batches:
-            for number, batch in enumerate(batches):
-                for error in self.objective.errors(self.model, batch):
-                    total += error * (number < counted)
+        with torch.no_grad(), closing(self.batches(starts, self.objective.leads)) as batches:
+            for batch, counts in batches:
+                for errors in self.objective.errors(self.model, batch):
+                    total += errors.sum() * counts
         self.model.train()
-        total = Link(mesh.group()).sum(total, "validation")
-        return total.item() / self.objective.weight(len(picked))
+        total = Link(self.running.mesh.group()).sum(total, "validation")
+        return total.item() / self.objective.weight(len(starts))
+
+    def batches(self, starts: np.ndarray, leads: int) -> Generator[tuple[Batch, bool], None, None]:
+        """This rank's share of samples that start there, and whether a batch counts.
+
+        All ranks call the model equally often. One that has run out of samples takes one that is
+        not its own, alone in the last batch, and forgets it.
+        """
+        ranks, index = self.running.mesh.sizes["data"], self.running.mesh.index("data")
+        own, share = starts[index::ranks], math.ceil(self.config.train.batch / ranks)
+        steps = math.ceil(math.ceil(len(starts) / ranks) / share)
+        counted = math.ceil(len(own) / share)
+        order = Order(np.concatenate([own, starts[: steps - counted]]), seed=None)
+        loader = self._loader(
+            order, range(len(order.starts)), leads=leads, batch=share, rank=0, ranks=1,
+            roll_seed=None,
+        )  # fmt: skip
+        with closing(iter(loader)) as batches:
+            for number, batch in enumerate(batches):
+                yield batch, number < counted
 
     def loader(self, order: Order, numbers: range) -> Loader:
         """Of training batches: this rank's share of each."""
         settings, mesh = self.config.train, self.running.mesh
+        samples = settings.batch * settings.accumulation
         return self._loader(
-            order, numbers, batch=settings.batch, rank=mesh.index("data"),
-            ranks=mesh.sizes["data"],
+            order, numbers, leads=lambda number: settings.leads_at(number // samples + 1),
+            batch=settings.batch, rank=mesh.index("data"), ranks=mesh.sizes["data"],
             roll_seed=settings.seed if settings.roll_longitude else None,
         )  # fmt: skip
 
@@ -163,13 +180,39 @@ class Task:
             self.source,
             order,
             numbers,
-            leads=self.config.train.leads,
             threads=self.config.data.read_threads,
             waves=self.config.data.read_waves,
             reader=self.running.mesh.rank,
             device=self.device,
             **shares,
         )
+
+
+def evenly(starts: np.ndarray, most: int) -> np.ndarray:
+    """At most so many of them, evenly spaced, in order; the first and the last among them."""
+    picked = np.unique(np.linspace(0, len(starts) - 1, most).round().astype(int))
+    return starts[picked]
+
+
+def in_steps(config: Config) -> Config:
+    """`config` with its `train.epochs`, if it has any, in steps: enough of them to see every
+    training window so often."""
+    settings = config.train
+    if not settings.epochs:
+        return config
+    windows = len(SampleSource(_store_of(config), config.data).starts("train", settings.leads))
+    steps = math.ceil(settings.epochs * windows / (settings.batch * settings.accumulation))
+    _log.info(
+        "%d epochs of %d windows are %d steps of %d samples", settings.epochs, windows, steps,
+        settings.batch * settings.accumulation,
+    )  # fmt: skip
+    return replace(config, train=replace(settings, steps=steps, epochs=0))
+
+
+def _store_of(config: Config) -> Store:
+    if not config.data.store:
+        raise ValueError("nothing to train on: set data.store=PATH, a store's folder")
+    return Store(config.data.store)
 
 
 def fields_of(source: SampleSource) -> dict[str, Any]:

@@ -31,9 +31,10 @@ def candidates(config: Config) -> list[Config]:
 
     ValueError where the heads allow none.
     """
-    mesh, heads = config.mesh, config.model.heads
+    mesh = config.mesh
     if mesh.sequence:
         return [config]
+    heads = config.swin.heads
     found = [
         replace(config, mesh=replace(mesh, window=mesh.window // s, sequence=s))
         for s in range(1, mesh.window + 1)

@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from graticule.config import Config
+from graticule.config import Config, TrainConfig
 from graticule.data.loader import Loader
 from graticule.mesh import Mesh
 from graticule.parallel.launch import mesh_of, processes
@@ -27,7 +28,7 @@ from graticule.train.folder import held, open_folder, point_of_resume, write_des
 from graticule.train.profile import Profiler, require_steps
 from graticule.train.progress import Metrics
 from graticule.train.run import Run
-from graticule.train.task import Task
+from graticule.train.task import Task, in_steps
 from graticule.train.topology import candidates, fastest
 
 ONE_WISH = 2.0
@@ -65,8 +66,9 @@ def train(
     device: of torch; None: a GPU if there is one; with several processes, each its own.
     progress: called after each step with (step, steps, that step's metrics), on each process.
     profile: how many steps `profile.py` looks at, after its warm-up; None: none.
-    The validation loss is that of the weights being trained, over at most 64 samples
-    evenly spaced through the split, in order of time, each counted once.
+    The validation loss is that of the weights being trained over `train.leads` leads, whatever the
+    curriculum, of at most 64 samples evenly spaced through the split, in order of time, each
+    counted once, without the channels' factors. `validate.py` rolls out further, apart from this.
     Raises Stopped on SIGINT and SIGTERM, ValueError for whatever the user can put right.
     """
     out = Path(out)
@@ -74,8 +76,9 @@ def train(
         tried: list[dict[str, Any]] = []
         mesh_of(candidates(config)[0].mesh, here.size)  # before anything is written
         everyone().first(lambda: folder.enter_context(_opened(out, resume)))
-        start = everyone().first(lambda: _checked(config, out, resume, profile))
         _require_one_configuration(config, here.rank)
+        config = everyone().first(partial(in_steps, config))
+        start = everyone().first(partial(_checked, config, out, resume, profile))
         if config.mesh.sequence == 0:
             config, tried = fastest(config, here.size, here.device)
         kind = kind_of_device(here.device)
@@ -94,12 +97,25 @@ def train(
         loader = run.loader(config.train.steps)  # what it refuses leaves the folder empty
         everyone().first(lambda: write_description(out, task, run.step, run.started_from, tried))
         everyone().first(lambda: store_plan(out, plan))
-        leads = config.train.leads
-        across = (
-            "full over" if config.train.rollout_gradient == "full" else "detached within each of"
-        )
-        _log.info("rollout gradient: %s %d lead%s", across, leads, "" if leads == 1 else "s")
+        _log.info("%s", _in_words(config.train))
         return _train(run, loader, out, progress, profile or 0)
+
+
+def _in_words(settings: TrainConfig) -> str:
+    """Through which leads the gradient goes, and when there are how many."""
+
+    def some(leads: int) -> str:
+        return f"{leads} lead{'' if leads == 1 else 's'}"
+
+    every, leads = settings.detach_every, settings.leads
+    told = f"full over {some(leads)}"
+    if every and every < leads:
+        told = f"over {some(every)} at a time of {some(leads)}"
+    curriculum = [f"{some(n)} from step {first}" for first, n in settings.leads_from]
+    late = [n for first, n in settings.leads_from if first > settings.steps]
+    if late:
+        curriculum.append(f"the run ends at step {settings.steps}, before {some(late[-1])}")
+    return "; ".join([f"rollout gradient: {told}", *curriculum])
 
 
 @contextmanager

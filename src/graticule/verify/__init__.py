@@ -2,9 +2,9 @@
 
 Each layout runs in float64 on processes of this machine, which share made-up fields as they would
 share real ones, and is compared with one process: predictions, the gradient of the inputs, the
-gradients of the weights, their norm, and the weights after three steps of SGD. The difference of
-a from b is max|a - b| / max(max|b|, floor); the floor is a thousandth of the largest gradient,
-since some true gradients are zero (that of a key's bias), and only for gradients.
+gradients of the weights, their norm, and weights and running statistics after three steps of SGD.
+The difference of a from b is max|a - b| / max(max|b|, floor); the floor is a thousandth of the
+largest gradient, since some true gradients are zero (that of a key's bias), and only for gradients.
 """
 
 from graticule.verify.compare import LAYOUTS, TOLERANCE, Replay, Verdict, reduced, replay, verify

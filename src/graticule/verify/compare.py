@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graticule.assemble import Shapes, shapes_of_config
-from graticule.config import Config, override
+from graticule.config import Config, SwinConfig, override
 from graticule.mesh import AXES
 from graticule.parallel.launch import laid_out, ranks_of
 from graticule.parallel.local import LocalRanks, RankError
@@ -147,26 +147,17 @@ def replay(
 def reduced(config: Config, shapes: Shapes) -> tuple[Config, Shapes]:
     """A model of the same kind that two cores compute in a second.
 
-    At most 8 heads of 8 features, 4 blocks, windows of 8 x 8 tokens, 4 channels of each role, 2
-    leads, and 3 x 4 windows less a row and a half of patches: what the grid does not fill is
-    padded, as in the recipe. Patch, stride, boundary and sides of the loss stay.
+    At most 4 channels of each role and 2 leads. Of a Swin at most 8 heads of 8 features, 4 blocks,
+    windows of 8 x 8 tokens, and 3 x 4 windows less a row and a half of patches: what the grid does
+    not fill is padded, as in the recipe; patch, stride and boundary stay. Of a U-Net at most 8
+    features and as many columns as the dilations need, five of the coarsest rows and some that
+    make none; levels, dilations and norm stay.
     """
-    model = config.model
-    heads = min(model.heads, 8)
-    width = min(model.width, 8 * heads)
-    window = (min(model.window_shape[0], 8), min(model.window_shape[1], 8))
-    unit = model.patch * model.sampling
-    rows = min(shapes.grid[0], 3 * unit * window[0] - unit - model.patch // 2)
-    columns = 4 * unit * window[1]
-    if model.boundary == "paper":
-        columns -= unit + model.patch // 2
-    columns = min(shapes.grid[1], columns)
-    groups = max(g for g in range(1, model.norm_groups + 1) if width % g == 0)
-    small = replace(
-        model, heads=heads, width=width, depth=min(model.depth, 4), window=window,
-        norm_groups=groups, padded_shape=None,
-    )  # fmt: skip
-    train = replace(config.train, leads=min(config.train.leads, 2), batch=BATCH, accumulation=1)
+    of_family = _small_swin if isinstance(config.model, SwinConfig) else _small_unet
+    small, grid = of_family(config.model, shapes.grid)
+    train = replace(
+        config.train, leads=min(config.train.leads, 2), leads_from=(), batch=BATCH, accumulation=1
+    )
     fewer = {
         name: min(getattr(shapes, name), 4)
         for name in ("num_prognostic", "num_predicted", "num_forcing", "num_static")
@@ -176,16 +167,48 @@ def reduced(config: Config, shapes: Shapes) -> tuple[Config, Shapes]:
     )
     return (
         replace(config, model=small, train=train),
-        replace(shapes, grid=(rows, columns), **fewer),
+        replace(shapes, grid=grid, **fewer),
     )
+
+
+def _small_swin(model: Any, grid: tuple[int, int]) -> tuple[Any, tuple[int, int]]:
+    heads = min(model.heads, 8)
+    width = min(model.width, 8 * heads)
+    window = (min(model.window_shape[0], 8), min(model.window_shape[1], 8))
+    unit = model.patch * model.sampling
+    rows = min(grid[0], 3 * unit * window[0] - unit - model.patch // 2)
+    columns = 4 * unit * window[1]
+    if model.boundary == "paper":
+        columns -= unit + model.patch // 2
+    columns = min(grid[1], columns)
+    groups = max(g for g in range(1, model.norm_groups + 1) if width % g == 0)
+    small = replace(
+        model, heads=heads, width=width, depth=min(model.depth, 4), window=window,
+        norm_groups=groups, padded_shape=None,
+    )  # fmt: skip
+    return small, (rows, columns)
+
+
+def _small_unet(model: Any, grid: tuple[int, int]) -> tuple[Any, tuple[int, int]]:
+    levels = len(model.widths)
+    unit = 2**levels
+    # A block may read once round the circle at its level.
+    needed = max(
+        dilation << min(number, 2 * levels - number)
+        for number, dilation in enumerate(model.dilations)
+    )
+    odd = grid[1] % unit and unit // 2  # a seam stays a seam
+    columns = min(grid[1], -(-needed // unit) * unit + odd)
+    rows = min(grid[0], 5 * unit + unit // 2 + 1)
+    # The channels that come in make no groups of their own.
+    small = replace(model, widths=tuple(min(w, 4 + 4 * n) for n, w in enumerate(model.widths)))
+    return (replace(small, norm_groups=1) if model.norm == "group" else small), (rows, columns)
 
 
 def size_of(config: Config, shapes: Shapes, batch: int) -> str:
     """What ran, in a line."""
-    model, train = config.model, config.train
     return (
-        f"{shapes.grid[0]} x {shapes.grid[1]} points ({model.boundary}), {shapes.in_channels}"
-        f" channels in, {shapes.out_channels} out, patch {model.patch}, stride {model.sampling},"
-        f" width {model.width}, {model.depth} blocks, {model.heads} heads, windows"
-        f" {model.window_shape[0]} x {model.window_shape[1]}, {train.leads} leads, batch {batch}"
+        f"{shapes.grid[0]} x {shapes.grid[1]} points, {shapes.in_channels} channels in,"
+        f" {shapes.out_channels} out, {config.model.words}, {config.train.leads} leads, batch"
+        f" {batch}"
     )

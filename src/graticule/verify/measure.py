@@ -23,7 +23,9 @@ from graticule.train.objective import Objective
 from graticule.train.step import training_step
 
 STEPS, BATCH = 3, 2
-QUANTITIES = ("output", "input_gradient", "weight_gradients", "gradient_norm", "parameters")
+QUANTITIES = (
+    "output", "input_gradient", "weight_gradients", "gradient_norm", "parameters", "buffers",
+)  # fmt: skip
 _LEARNING_RATE = 0.05
 
 
@@ -38,6 +40,7 @@ class Part:
     input_gradient: np.ndarray
     weight_gradients: "_Held"
     parameters: "_Held"
+    buffers: "_Held"
     gradient_norm: float
     losses: tuple[float, ...]
     sent: Counter[str]
@@ -86,6 +89,7 @@ class Results:
     input_gradient: np.ndarray
     weight_gradients: dict[str, np.ndarray]
     parameters: dict[str, np.ndarray]
+    buffers: dict[str, np.ndarray]
     gradient_norm: float
     sent: Counter[str]
 
@@ -106,6 +110,7 @@ class Results:
             **fields,
             weight_gradients=_Held.joined([part.weight_gradients for part in parts]),
             parameters=_Held.joined([part.parameters for part in parts]),
+            buffers=_Held.joined([part.buffers for part in parts]),
             gradient_norm=first.gradient_norm,
             sent=sum((part.sent for part in parts), Counter()),
         )
@@ -117,7 +122,8 @@ class Results:
 
         def worst(name: str) -> float:
             ours, theirs = getattr(self, name), getattr(serial, name)
-            return max(difference(ours[key], theirs[key], floor) for key in theirs)
+            assert ours.keys() == theirs.keys()
+            return max((difference(ours[key], theirs[key], floor) for key in theirs), default=0.0)
 
         return {
             "output": difference(self.output, serial.output),
@@ -125,6 +131,7 @@ class Results:
             "weight_gradients": worst("weight_gradients"),
             "gradient_norm": abs(self.gradient_norm / serial.gradient_norm - 1),
             "parameters": worst("parameters"),
+            "buffers": worst("buffers"),
         }
 
 
@@ -205,6 +212,7 @@ def measure(
         input_gradient=asked.inputs.grad.numpy(),
         weight_gradients=weight_gradients,
         parameters=_Held.of(dict(running.model.named_parameters()), mesh.rank),
+        buffers=_Held.of(_state_beside_weights(running.model), mesh.rank),
         gradient_norm=first.gradient_norm,
         losses=tuple(losses),
         sent=sent,
@@ -244,7 +252,7 @@ def _objective(config: Config, shapes: Shapes, stripes: Stripes, dtype: torch.dt
         leads=config.train.leads,
         num_prognostic=shapes.num_prognostic,
         num_outputs=shapes.num_outputs,
-        detach=config.train.rollout_gradient == "detached",
+        detach_every=config.train.detach_every,
     )
 
 
@@ -276,6 +284,12 @@ def _made_up(
         for _ in range(config.train.leads)
     ]
     return _Fields(list(range(samples.stop))[samples], inputs, leads)
+
+
+def _state_beside_weights(model: nn.Module) -> dict[str, Tensor]:
+    """What training changes besides parameters: the buffers that a checkpoint holds."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {name: x for name, x in model.state_dict().items() if name not in parameters}
 
 
 def _by_mesh(model: nn.Module) -> list[list[nn.Parameter]]:

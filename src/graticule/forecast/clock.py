@@ -1,0 +1,122 @@
+"""Where a forecast's time went, and how many years it simulated in it."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SECONDS_A_YEAR = 365.25 * 86400
+PARTS = {
+    "read": "reading forcing, normalising it and bringing it to the device",
+    "compute": "the model, and whether what it says is finite",
+    "copy": "bringing predictions to units, to the host and together",
+    "write": "the forecast file",
+    "restart": "what a resumed forecast begins with",
+    "log": "statistics of each logged lead, and progress",
+    "other": "anything else",
+}
+"""In the order in which they are told. Waiting for other processes counts where it is done."""
+
+
+class Clock:
+    """Wall and CPU seconds of this process by part; a part within another is not in the other.
+
+    On a GPU a part ends when its kernels have: `compute` and `copy` end with numbers on the host.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.cpu_seconds = dict.fromkeys(PARTS, 0.0)
+        self._open = ["other"]
+        self._since = _now()
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        self._turn()
+        self._open.append(part)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._open.pop()
+
+    def stop(self) -> float:
+        """Wall seconds since it was made."""
+        self._turn()
+        return sum(self.seconds.values())
+
+    def _turn(self) -> None:
+        wall, cpu = _now()
+        self.seconds[self._open[-1]] += wall - self._since[0]
+        self.cpu_seconds[self._open[-1]] += cpu - self._since[1]
+        self._since = wall, cpu
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """What one call cost: a resumed forecast's, of what was left.
+
+    simulated_years: of 365.25 days, from the real dates of the leads made now, of all initial
+    times together. seconds, cpu_seconds: by part (`PARTS`): wall of the first process, CPU of all.
+    """
+
+    simulated_years: float
+    parts: Mapping[str, float]
+    cpu_parts: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def cpu_seconds(self) -> float:
+        return sum(self.cpu_parts.values())
+
+    @property
+    def simulated_years_per_day(self) -> float:
+        return self.simulated_years / (self.seconds / 86400) if self.seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "simulated_years": self.simulated_years,
+            "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
+            "simulated_years_per_day": self.simulated_years_per_day,
+            "parts": {
+                part: {"seconds": self.parts[part], "cpu_seconds": self.cpu_parts[part]}
+                for part in self.parts
+            },
+        }
+
+    def append(self, path: Path, **told: Any) -> None:
+        """Add a line to the file of JSON lines at `path`; told: what else it says."""
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**told, **self.to_dict()}) + "\n")
+
+
+def timing_path(forecast: Path) -> Path:
+    """Beside a forecast: a line of `Timing` for each call that wrote of it and ended."""
+    return forecast.with_suffix(".timing.jsonl")
+
+
+def told(timing: Mapping[str, Any]) -> str:
+    """Two lines of `Timing.to_dict()`: years a day, and the share and seconds of each part."""
+    seconds = timing["seconds"]
+    parts = ", ".join(
+        f"{part} {times['seconds'] / seconds:.1%} ({times['seconds']:.3g} s,"
+        f" {times['cpu_seconds']:.3g} CPU-s)"
+        for part, times in timing["parts"].items()
+        if times["seconds"]
+    )
+    return (
+        f"{timing['simulated_years_per_day']:,.4g} simulated years per day:"
+        f" {timing['simulated_years']:.4g} years in {seconds:.4g} s"
+        f" ({timing['cpu_seconds']:.4g} CPU-seconds)\n{parts}"
+    )
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
