@@ -192,9 +192,8 @@ def volumes(profile: Profile, plan: Plan) -> tuple[int, int]:
     """Bytes that go to the host: what enters sampling units, and what enters the Transformer's. A
     tensor that enters two units of a lead goes once."""
     moved = [0, 0]
-    last = profile.keep.leads
     for number, lead in enumerate(plan.leads, 1):
-        traced = last if number == len(plan.leads) else min(number, 2)
+        traced = profile.keep.lead(number, len(plan.leads))
         gone: set[int] = set()
         for segment in lead:
             if segment.action == "offload":
@@ -216,7 +215,7 @@ def printed(volume: int) -> float:
 def told(profile: Profile, plan: Plan, *more: str) -> str:
     """Where the peak is and what fills it."""
     timeline = profile.timeline(plan)
-    what, lead, _ = [mark for mark in timeline.marks if mark[2] <= timeline.peak][-1]
-    held = zip(timeline.owners, timeline.levels[timeline.peak].tolist(), strict=True)
+    what, lead = timeline.at_peak
+    held = timeline.owners_at_peak.items()
     sizes = ", ".join(f"{owner} {size / GIB:.2f}" for owner, size in held if size >= GIB / 200)
     return "; ".join([f"in the {what} pass of lead {lead}: {sizes}", *filter(None, more)])

@@ -70,16 +70,12 @@ class Chosen:
 
     @property
     def owners(self) -> dict[str, int]:
-        held = zip(self.timeline.owners, self.timeline.levels[self.timeline.peak], strict=True)
-        return {name: int(n) for name, n in sorted(held, key=lambda item: -item[1]) if n}
+        return self.timeline.owners_at_peak
 
     @property
     def at_peak(self) -> str:
         """Which part of the step the peak is in."""
-        row = self.timeline.peak
-        what, lead, _ = max(
-            (mark for mark in self.timeline.marks if mark[2] <= row), key=lambda mark: mark[2]
-        )
+        what, lead = self.timeline.at_peak
         return _PHASES[what].format(lead=lead)
 
     def to_dict(self) -> dict[str, Any]:

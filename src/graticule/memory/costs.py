@@ -6,10 +6,10 @@ part of the keeping trace leaves, less the state that leaves it, more the one th
 A step under a plan reaches exactly the peak of `Profile.timeline`; a test holds that.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from graticule.memory.plan import Action, Kind, Segment, SegmentCost, kind_of
+from graticule.memory.plan import Kind, Segment, SegmentCost, kind_of
 from graticule.memory.profile import Composition, Profile
 
 
@@ -18,7 +18,7 @@ class ProfileCosts:
     """`Costs` of a profile."""
 
     profile: Profile
-    _known: dict[tuple[int, int, int, Action], SegmentCost] = field(default_factory=dict)
+    _known: dict[tuple[int, Segment], SegmentCost] = field(default_factory=dict)
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -48,10 +48,10 @@ class ProfileCosts:
         return last.began + last.highest - self.base
 
     def tiles(self, first: int, last: int) -> tuple[int, ...]:
-        return (1,)
+        return (1, self.profile.tiles) if self.profile.spans.get(first) == last else (1,)
 
     def segment(self, kind: Kind, segment: Segment) -> SegmentCost:
-        asked = self._lead(kind), segment.first, segment.last, segment.action
+        asked = self._lead(kind), segment
         if asked not in self._known:
             self._known[asked] = self._segment(*asked)
         return self._known[asked]
@@ -144,10 +144,12 @@ class ProfileCosts:
         began = recording.units["backward", lead, cut - 1].began
         return began - self._start(lead) - sum(self._kept(lead, u) for u in range(min(cut, num)))
 
-    def _segment(self, lead: int, first: int, last: int, action: Action) -> SegmentCost:
+    def _segment(self, lead: int, segment: Segment) -> SegmentCost:
         keep = self.profile.keep
+        first, last, action = segment.first, segment.last, segment.action
         kind_lead = {1: 1, keep.leads: self.profile.leads}.get(lead, 2)
-        segment = Segment(first, last, "keep" if action == "keep" else "recompute")
+        if action == "offload":  # the copies are the plan's
+            segment = replace(segment, action="recompute")
         state, after = keep.states[lead, first], keep.states[lead, last]
         entered = self._state(lead, first)
 
@@ -157,7 +159,7 @@ class ProfileCosts:
         beside = self._let_go(lead) if first else 0
         forward_peak = entered + beside + composition.highest
         composition = Composition(self.profile, None)
-        if action != "keep":
+        if action != "keep" and segment.tiles == 1:
             composition.hold(kind_lead, first)
         composition.backward(kind_lead, segment)
         if action == "keep":
@@ -173,4 +175,6 @@ class ProfileCosts:
         movable = self._let_go(lead) if first == 0 else boundary
         away = movable if action == "offload" else 0
         flops = sum(self.profile.flops[first:last]) - self.profile.tail_flops[last - 1]
+        if segment.tiles > 1:
+            flops = self.profile.tiled_flops
         return SegmentCost(boundary - away, forward_peak, backward_peak, flops, away)

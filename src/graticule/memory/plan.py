@@ -76,18 +76,14 @@ class Plan:
     """leads: each covers the units 0 .. n without holes, the same n in all.
 
     lead_wise: leads run once without gradient and again when they are differentiated.
-    buffers: leads whose inputs and labels are on the device at one time.
     """
 
     leads: tuple[LeadPlan, ...]
     lead_wise: bool = False
-    buffers: int = 2
 
     def __post_init__(self) -> None:
         if not self.leads:
             raise ValueError("a plan needs at least one lead")
-        if self.buffers < 1:
-            raise ValueError(f"buffers={self.buffers} must be at least 1")
         for number, lead in enumerate(self.leads, 1):
             ends = [0, *(segment.last for segment in lead)]
             for end, segment in zip(ends, lead, strict=False):
@@ -112,7 +108,6 @@ class Plan:
         """For JSON. Equal leads that follow each other are written once, with their number."""
         return {
             "lead_wise": self.lead_wise,
-            "buffers": self.buffers,
             "leads": [
                 {
                     "times": len(list(equal)),
@@ -125,16 +120,15 @@ class Plan:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> "Plan":
         """What `to_dict` wrote."""
-        unknown = sorted(set(data) ^ {"lead_wise", "buffers", "leads"})
+        unknown = sorted(set(data) ^ {"lead_wise", "leads"})
         if unknown:
             raise ValueError(
-                f"a plan has the keys lead_wise, buffers and leads; missing or unknown: "
-                f"{', '.join(unknown)}"
+                f"a plan has the keys lead_wise and leads; missing or unknown: {', '.join(unknown)}"
             )
         leads: list[LeadPlan] = []
         for entry in data["leads"]:
             leads += [tuple(Segment(*segment) for segment in entry["segments"])] * entry["times"]
-        return Plan(tuple(leads), data["lead_wise"], data["buffers"])
+        return Plan(tuple(leads), data["lead_wise"])
 
     def in_words(self, units: Sequence[str]) -> str:
         """One line for each run of equal leads. units: the names of the model's units."""
