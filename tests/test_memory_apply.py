@@ -74,6 +74,12 @@ def test_gradients_are_the_same_bits_under_every_plan(
         assert torch.equal(found[name], value), (name, plan)
 
 
+def test_gradients_are_the_same_bits_where_products_are_kept(kept: dict[str, Tensor]) -> None:
+    found = gradients(whole("simple", LEADS))
+    for name, value in kept.items():
+        assert torch.equal(found[name], value), name
+
+
 @pytest.mark.parametrize("action", ["keep", "recompute", "offload"])
 def test_a_lead_that_runs_again_comes_to_the_same_bits(
     kept: dict[str, Tensor], action: str

@@ -57,7 +57,7 @@ def test_a_plan_with_holes_is_refused(leads: tuple[LeadPlan, ...], why: str) -> 
     [
         ((2, 2, "keep"), "empty"),
         ((-1, 2, "keep"), "empty"),
-        ((0, 1, "forget"), "none of keep, recompute, offload"),
+        ((0, 1, "forget"), "none of keep, recompute, offload, simple"),
         ((0, 1, "recompute", 0), "tiles=0"),
         ((0, 1, "keep", 2), "tiles=2 .* action='keep'"),
     ],

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from graticule.assemble import Shapes, assemble
+from graticule.cluster.devices import device
 from graticule.config import Config, ModelConfig, TrainConfig, override
 from graticule.memory.apply import Memory
+from graticule.memory.choose import Chooser
 from graticule.memory.costs import ProfileCosts
 from graticule.memory.offload import Host
 from graticule.memory.plan import Action, LeadPlan, Plan, Segment, peak_of
@@ -91,6 +93,26 @@ def test_a_composed_timeline_has_the_peak_of_the_step_it_stands_for(leads: int) 
         composed = profile.timeline(plan)
         assert composed.peak_bytes == pytest.approx(trace.peak_bytes, rel=5e-4), plan
         assert composed.levels[-1].sum() == pytest.approx(trace.alive[-1].sum(), abs=64), plan
+
+
+@pytest.mark.parametrize("leads", [1, 4])
+def test_the_modes_by_name_hold_what_they_are_said_to_and_less_from_one_to_the_next(
+    leads: int,
+) -> None:
+    job = job_of(config_of(leads))
+    profile = profile_step(job, leads, simple=True)
+    peaks = {}
+    for mode, action in {"none": "keep", "simple": "simple", "full": "recompute"}.items():
+        chosen = Chooser(profile, device("cpu"), mode=mode).at(None)  # type: ignore[arg-type]
+        assert {s.action for lead in chosen.plan.leads for s in lead} == {action}
+        _, trace = trace_memory(job.step(leads, Memory(chosen.plan)), job.owned)
+        assert chosen.peak == pytest.approx(trace.peak_bytes, rel=5e-4), mode
+        added = peak_of(ProfileCosts(profile), chosen.plan).bytes
+        assert 0.97 * chosen.peak <= added <= 1.06 * chosen.peak, mode
+        peaks[mode] = chosen.peak
+        if mode == "simple":  # nothing that is counted is computed again
+            assert chosen.price.recomputed_flops == 0
+    assert peaks["full"] < peaks["simple"] < peaks["none"]
 
 
 @pytest.mark.parametrize("leads", [1, 3])

@@ -7,7 +7,7 @@ made it. All ranks of a sample have one plan: exchanges inside a segment run aga
 One in row tiles needs no checkpoint: it keeps what enters it and makes the rest again itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from graticule.memory.offload import Host
 from graticule.memory.plan import LeadPlan, Plan, Segment
@@ -59,11 +63,37 @@ def _run(
             with away:
                 state = tiled_of(units, segment).run(segment.tiles, *state)
             continue
+        if segment.action == "simple":
+            for unit in part:
+                state = simple_checkpoint(unit.run, *state)
+            continue
         # Draws are keyed: there is no state of a generator to bring back.
         again = partial(_again, part)
         with away:
             state = checkpoint(again, *state, use_reentrant=False, preserve_rng_state=False)
     return state
+
+
+_aten = torch.ops.aten
+_PRODUCTS = {
+    _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution,
+    _aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu, _aten._scaled_dot_product_cudnn_attention,
+}  # fmt: skip
+"""What `simple` keeps the results of: nearly all the work, in a few large tensors."""
+
+
+def simple_checkpoint(run: Callable[..., State], *state: Tensor) -> State:
+    """run(*state), of which recomputing finds the products done."""
+    return checkpoint(
+        run, *state, use_reentrant=False, preserve_rng_state=False,
+        context_fn=partial(create_selective_checkpoint_contexts, _kept_if_product),
+    )  # fmt: skip
+
+
+def _kept_if_product(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_product = getattr(operation, "overloadpacket", operation) in _PRODUCTS
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def tiled_of(units: Sequence[Unit], segment: Segment) -> Tiled:

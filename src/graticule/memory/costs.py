@@ -11,6 +11,7 @@ from functools import cached_property
 
 from graticule.memory.plan import Kind, Segment, SegmentCost, kind_of
 from graticule.memory.profile import Composition, Profile
+from graticule.memory.recording import Recording
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +118,10 @@ class ProfileCosts:
         """The recorded lead of a kind."""
         return {"only": 1, "first": 1, "middle": 2, "last": self.profile.keep.leads}[kind]
 
+    def _rollout_lead(self, lead: int) -> int:
+        """Of the leads for which a recorded one stands, the first."""
+        return {1: 1, self.profile.keep.leads: self.profile.leads}.get(lead, 2)
+
     def _state(self, lead: int, cut: int) -> int:
         return sum(self.profile.keep.states[lead, cut].values())
 
@@ -124,9 +129,12 @@ class ProfileCosts:
         """Bytes before a lead, less the state that enters it."""
         return self.profile.keep.units["forward", lead, 0].began - self._state(lead, 0)
 
-    def _kept(self, lead: int, unit: int) -> int:
+    def _kept(self, lead: int, unit: int, simple: Recording | None = None) -> int:
         """What a unit keeps; of the model's input, what the rest of the step does not let go."""
         part = self.profile.keep.units["forward", lead, unit]
+        if simple:
+            there = simple.lead(self._rollout_lead(lead), self.profile.leads)
+            part = simple.units["forward", there, unit]
         kept = part.ended - self._state(lead, unit + 1) - part.began + self._state(lead, unit)
         return kept - (self._let_go(lead) if unit == 0 else 0)
 
@@ -147,7 +155,7 @@ class ProfileCosts:
     def _segment(self, lead: int, segment: Segment) -> SegmentCost:
         keep = self.profile.keep
         first, last, action = segment.first, segment.last, segment.action
-        kind_lead = {1: 1, keep.leads: self.profile.leads}.get(lead, 2)
+        kind_lead = self._rollout_lead(lead)
         if action == "offload":  # the copies are the plan's
             segment = replace(segment, action="recompute")
         state, after = keep.states[lead, first], keep.states[lead, last]
@@ -159,11 +167,16 @@ class ProfileCosts:
         beside = self._let_go(lead) if first else 0
         forward_peak = entered + beside + composition.highest
         composition = Composition(self.profile, None)
-        if action != "keep" and segment.tiles == 1:
+        kept = action in ("keep", "simple")
+        if action == "simple":
+            for unit in range(first, last):
+                composition.hold(kind_lead, unit)
+        elif not kept and segment.tiles == 1:
             composition.hold(kind_lead, first)
         composition.backward(kind_lead, segment)
-        if action == "keep":
-            resident = sum(self._kept(lead, unit) for unit in range(first, last))
+        if kept:
+            simple = self.profile.simple if action == "simple" else None
+            resident = sum(self._kept(lead, unit, simple) for unit in range(first, last))
             # The unit before may keep for itself what both of them are given.
             before = keep.states[lead, first - 1] if first else {}
             resident += sum(size for key, size in state.items() if key in before)

@@ -2,8 +2,10 @@
 
 A model is a chain of units. Per lead a plan cuts the chain into segments, and each is kept (what
 autograd saves stays), recomputed from what enters it (its *boundary* stays), or recomputed from a
-boundary that lies on the host meanwhile. The graph is cut at leads: the backward pass of lead k is
-a call of its own, from the last lead down. After its segments each lead has its loss, always kept.
+boundary that lies on the host meanwhile. Of one that is *simple* products of matrices, convolutions
+and attention stay too, and its units are recomputed without these, one by one. The graph is cut at
+leads: the backward pass of lead k is a call of its own, from the last lead down. After its segments
+each lead has its loss, always kept.
 
 Peak. R(k, s) is what all that comes before segment s of lead k keeps until its own backward pass.
 Then
@@ -35,10 +37,10 @@ from typing import Any, Literal, Protocol
 
 from graticule.memory.words import leads_in_words
 
-Action = Literal["keep", "recompute", "offload"]
+Action = Literal["keep", "recompute", "offload", "simple"]
 Kind = Literal["only", "first", "middle", "last"]
 Phase = Literal["forward", "backward", "first pass", "update"]
-ACTIONS: tuple[Action, ...] = ("keep", "recompute", "offload")
+ACTIONS: tuple[Action, ...] = ("keep", "recompute", "offload", "simple")
 SHARED = 0.02
 """Of a copy's time, lost to the kernels beside it even where it hides: an assumption. It also
 keeps a plan from moving bytes for nothing."""
@@ -61,7 +63,7 @@ class Segment:
             )
         if self.action not in ACTIONS:
             raise ValueError(f"action={self.action!r} is none of {', '.join(ACTIONS)}")
-        if self.tiles < 1 or (self.action == "keep" and self.tiles > 1):
+        if self.tiles < 1 or (self.action in ("keep", "simple") and self.tiles > 1):
             raise ValueError(
                 f"tiles={self.tiles} of a segment with action={self.action!r}: it must be at least "
                 "1, and 1 where nothing is recomputed"
@@ -301,9 +303,9 @@ def peak_of(costs: Costs, plan: Plan) -> Peak:
     return max(levels(costs, plan), key=lambda peak: peak.bytes)
 
 
-def plain_plan(costs: Costs) -> Plan:
+def plain_plan(costs: Costs, action: Action = "recompute") -> Plan:
     """Each unit recomputed by itself in all leads: what `extra_compute` is counted from."""
-    lead = tuple(Segment(unit, unit + 1, "recompute") for unit in range(len(costs.units)))
+    lead = tuple(Segment(unit, unit + 1, action) for unit in range(len(costs.units)))
     return Plan((lead,) * costs.leads)
 
 

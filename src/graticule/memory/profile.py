@@ -83,8 +83,9 @@ class Profile:
     of three. lead_wise: of four, lead by lead, keeping; None where leads = 1.
     flops, tail_flops: of each unit's forward; of what comes after its last saved tensor, which is
     not computed again.
-    tiled: of three leads, in `tiles` row tiles where units can; None where none can or that was not
-    asked for. spans: from which unit to which, the last left out. tiled_flops: what tiles compute
+    tiled: of three leads, in `tiles` row tiles where units can; simple: of three, with products
+    kept; None where that was not asked for or nothing can. spans: from which unit to which, the
+    last left out. tiled_flops: what tiles compute
     besides.
     """
 
@@ -98,6 +99,7 @@ class Profile:
     tail_flops: tuple[float, ...]
     tiles: int = 1
     tiled: Recording | None = None
+    simple: Recording | None = None
     spans: Mapping[int, int] = field(default_factory=dict)
     tiled_flops: float = 0.0
 
@@ -106,14 +108,14 @@ class Profile:
         return Composition(self, plan).timeline()
 
 
-def profile_step(job: Job, leads: int, *, tiles: int = 1) -> Profile:
+def profile_step(job: Job, leads: int, *, tiles: int = 1, simple: bool = False) -> Profile:
     """Trace a few steps of a job that has so many leads. tiles: in how many row tiles plans may
-    have the units that can; 1: none."""
+    have the units that can; 1: none. simple: whether plans may have that."""
     marks = Marks()
     # Four, so that one middle lead follows another: what is between two of them is like nothing
     # else in 16 bit, where the gradient of a field is cast on its way.
     keep = record(job, min(leads, 4), marks)
-    recompute = record(job, min(leads, 3), Marks(recompute=True))
+    recompute = record(job, min(leads, 3), Marks(action="recompute"))
     wise = None
     if leads > 1:
         whole = (Segment(0, len(marks.names), "keep"),)
@@ -122,7 +124,8 @@ def profile_step(job: Job, leads: int, *, tiles: int = 1) -> Profile:
     tiled = None
     if tiles > 1 and marks.spans:
         tiled = record(job, min(leads, 3), Marks(tiles=tiles))
-    recordings = [keep, recompute, *(one for one in (wise, tiled) if one)]
+    plainly = record(job, min(leads, 3), Marks(action="simple")) if simple else None
+    recordings = [keep, recompute, *(one for one in (wise, tiled, plainly) if one)]
     known = [name for recording in recordings for name in recording.owners]
     owners = tuple(dict.fromkeys([*known, GATHERED, BOUNDARIES, RECOMPUTED]))
     flops, tail_flops, whole_flops = count_flops(job)
@@ -131,6 +134,7 @@ def profile_step(job: Job, leads: int, *, tiles: int = 1) -> Profile:
         recompute=recompute.ordered(owners), lead_wise=wise and wise.ordered(owners),
         flops=flops, tail_flops=tail_flops, tiles=tiles if tiled else 1,
         tiled=tiled and tiled.ordered(owners), spans=marks.spans if tiled else {},
+        simple=plainly and plainly.ordered(owners),
         tiled_flops=count_tiled(job, tiles) - whole_flops if tiled else 0.0,
     )  # fmt: skip
 
@@ -205,16 +209,18 @@ class Composition:
     def forward(self, lead: int, segment: Segment) -> None:
         """Add a segment's forward pass."""
         units = range(segment.first, segment.last)
-        if segment.action == "keep":
+        if segment.action in ("keep", "simple"):
             for unit in units:
-                self._add(self._part("forward", lead, unit), lead)
+                if segment.action == "simple":
+                    self.hold(lead, unit)
+                self._add(self._part("forward", lead, unit, segment=segment), lead)
             return
         if segment.action == "offload" or segment.tiles == 1:
             self.hold(lead, segment.first)
         if segment.action == "offload":
             self._send(lead, segment.first)
         if segment.tiles > 1:
-            self._add(self._part("forward", lead, segment.first, segment.tiles), lead)
+            self._add(self._part("forward", lead, segment.first, segment=segment), lead)
             self._let_go(lead, segment.first, segment.last - 1)
             return
         there, traced = self.profile.recompute, self._traced(lead, self.profile.recompute)
@@ -235,14 +241,16 @@ class Composition:
     def backward(self, lead: int, segment: Segment) -> None:
         """Add a segment's backward pass."""
         units = range(segment.first, segment.last)
-        if segment.action == "keep":
+        if segment.action in ("keep", "simple"):
             for unit in reversed(units):
-                self._add(self._part("backward", lead, unit), lead)
+                self._add(self._part("backward", lead, unit, segment=segment), lead)
+                if segment.action == "simple":
+                    self._release(lead, unit)
             return
         if segment.tiles > 1:
             if segment.action == "offload":
                 self._bring_back(lead, segment.first)
-            self._add(self._part("backward", lead, segment.first, segment.tiles), lead)
+            self._add(self._part("backward", lead, segment.first, segment=segment), lead)
             return
         # Recomputing begins where the first saved tensor is asked for.
         last = self._part("backward", lead, units[-1])
@@ -345,12 +353,15 @@ class Composition:
 
     # Parts.
 
-    def _part(self, what: str, lead: int, unit: int, tiles: int = 1) -> Part:
-        there = self.recording
-        if tiles > 1:
-            assert self.profile.tiled is not None
-            assert tiles == self.profile.tiles, tiles
+    def _part(self, what: str, lead: int, unit: int, segment: Segment | None = None) -> Part:
+        """segment: which unit runs as such a one; none: kept."""
+        there: Recording | None = self.recording
+        if segment and segment.tiles > 1:
             there = self.profile.tiled
+            assert segment.tiles == self.profile.tiles, segment
+        elif segment and segment.action == "simple":
+            there = self.profile.simple
+        assert there is not None, "the profile has no such segments"
         return there.units[what, self._traced(lead, there), unit]
 
     def _traced(self, lead: int, recording: Recording | None = None) -> int:

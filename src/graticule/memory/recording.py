@@ -16,7 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from graticule.memory.apply import Memory
+from graticule.memory.apply import Memory, simple_checkpoint
+from graticule.memory.plan import Action
 from graticule.memory.trace import MemoryTrace, mark, own, trace_memory
 from graticule.model.units import Runner, State, Unit
 
@@ -41,15 +42,16 @@ class _Seam(torch.autograd.Function):
 
 @dataclass(eq=False)
 class Marks(Memory):
-    """Keeps everything, or recomputes each unit by itself, and leaves marks between units.
+    """Does the same with each unit by itself, and leaves marks between units.
 
+    action: keep, recompute or simple.
     tiles: in how many row tiles units run that can; with 1 as they are.
     states: by (lead, cut): bytes of the storages of the state there, by their number in the trace.
     Of the newest run of a lead. names: of the units. spans: of those that can run in row tiles, by
     the first, where the units after them begin.
     """
 
-    recompute: bool = False
+    action: Action = "keep"
     tiles: int = 1
     states: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
     names: tuple[str, ...] = ()
@@ -63,7 +65,7 @@ class Marks(Memory):
         self.spans = {at: at + unit.tiled.num_units for at, unit in enumerate(units) if unit.tiled}
         graph = torch.is_grad_enabled()
         name = "unit" if graph else "ahead"
-        graph = graph and not self.recompute
+        graph = graph and self.action != "recompute"
         number = 0
         while number < len(units):
             self._note(lead, number, state)
@@ -87,8 +89,10 @@ class Marks(Memory):
     def _unit(self, lead: int, number: int, run: Callable[..., State], state: State) -> State:
         if not torch.is_grad_enabled():
             return run(*state)
-        if self.recompute:
+        if self.action == "recompute":
             return checkpoint(run, *state, use_reentrant=False, preserve_rng_state=False)
+        if self.action == "simple":
+            return simple_checkpoint(run, *state)
 
         def pack(tensor: Tensor) -> Tensor:
             mark(("saved", lead, number))

@@ -56,7 +56,10 @@ def chooser_of(
         stored = torch.float32 if Store(config.data.store).packing.scale is None else stored
     memory = config.memory
     tiles = TILES if memory.mode == "best" else 1
-    profile = foresee(config, shapes, ranks=ranks, rank=rank, on=on, stored=stored, tiles=tiles)
+    profile = foresee(
+        config, shapes, ranks=ranks, rank=rank, on=on, stored=stored, tiles=tiles,
+        simple=memory.mode == "simple",
+    )  # fmt: skip
     return Chooser(profile, rates, mode=memory.mode, offload=memory.offload)
 
 
@@ -65,7 +68,7 @@ def planned(config: Config, out: Path, kind: str, ranks: int) -> dict[str, Any] 
 
     kind: name of the device that each rank has. ValueError where no plan meets the budget.
     """
-    if not (config.memory.budget or config.memory.mode in ("paper", "full")):
+    if not (config.memory.budget or config.memory.mode in ("paper", "full", "simple")):
         return None
     wanted = _made_for(config, kind, ranks)
     try:

@@ -158,9 +158,11 @@ def foresee(
     data: DataPath = "stored",
     stored: torch.dtype = torch.int16,
     tiles: int = 1,
+    simple: bool = False,
 ) -> Profile:
     """Of a rank's steps. rank: None: the heaviest. on: the kind of device, `cpu` or `cuda`.
-    stored: of the store's numbers. tiles: row tiles that plans may have, where weights allow it."""
+    stored: of the store's numbers. tiles: row tiles that plans may have, where weights allow it.
+    simple: whether plans may have that."""
     if rank is None:
         rank = heaviest_rank(config, shapes, ranks)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -174,7 +176,8 @@ def foresee(
         running = assemble(config, shapes, mesh, place=place)
         with mode, imitating(on):
             job = Rehearsal(config, shapes, running, on, data, stored)
-            return profile_step(job, config.train.leads, tiles=tiles if _whole(config) else 1)
+            tiles = tiles if _whole(config) else 1
+            return profile_step(job, config.train.leads, tiles=tiles, simple=simple)
 
 
 def _whole(config: Config) -> bool:
