@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from itertools import product
 
 from graticule.memory.plan import (
-    ACTIONS,
+    Action,
     Kind,
     LeadPlan,
     Plan,
     Segment,
     SegmentCost,
 )
+
+SEARCHED: tuple[Action, ...] = ("keep", "recompute", "offload")
+"""What plans are searched among; `simple` is asked for by name."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def random_costs(
 
 
 def segments(first: int, last: int, tiled: tuple[int, ...] = (1,)) -> Iterator[Segment]:
-    for action in ACTIONS:
+    for action in SEARCHED:
         for tiles in (1,) if action == "keep" else tiled:
             yield Segment(first, last, action, tiles)
 

@@ -1,5 +1,7 @@
 """A plan changes what is held, and no bit of what is learnt."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -34,10 +36,9 @@ class Batch:
         return self._leads.pop(0)
 
 
-def gradients(plan: Plan | None, buffers: int = 2, precision: str = "fp32") -> dict[str, Tensor]:
+def gradients(plan: Plan | None, buffers: int = 2) -> dict[str, Tensor]:
     """After one step from the same start; the losses too."""
     config = config_of(LEADS)
-    config = config.replaced({"train.precision": precision}) if precision != "fp32" else config
     model = assemble(config, SHAPES, Mesh()).model
     wet = torch.rand(SHAPES.num_predicted, *SHAPES.grid, generator=torch.manual_seed(3)) > 0.2
     objective = Objective(
@@ -73,6 +74,12 @@ def test_gradients_are_the_same_bits_under_every_plan(
         assert torch.equal(found[name], value), (name, plan)
 
 
+def test_gradients_are_the_same_bits_where_products_are_kept(kept: dict[str, Tensor]) -> None:
+    found = gradients(whole("simple", LEADS))
+    for name, value in kept.items():
+        assert torch.equal(found[name], value), name
+
+
 @pytest.mark.parametrize("action", ["keep", "recompute", "offload"])
 def test_a_lead_that_runs_again_comes_to_the_same_bits(
     kept: dict[str, Tensor], action: str
@@ -80,6 +87,31 @@ def test_a_lead_that_runs_again_comes_to_the_same_bits(
     found = gradients(whole(action, LEADS, lead_wise=True))  # type: ignore[arg-type]
     for name, value in kept.items():
         assert torch.equal(found[name], value), name
+
+
+UP = NUM_UNITS - 4
+
+
+@pytest.mark.parametrize("lead_wise", [False, True])
+@pytest.mark.parametrize("action", ["recompute", "offload"])
+@pytest.mark.parametrize("tiles", [2, 7])
+def test_row_tiles_change_gradients_by_rounding_alone(
+    kept: dict[str, Tensor], action: Any, tiles: int, lead_wise: bool
+) -> None:
+    lead = (
+        Segment(0, UP, "recompute"), Segment(UP, UP + 3, action, tiles),
+        Segment(UP + 3, NUM_UNITS, "keep"),
+    )  # fmt: skip
+    found = gradients(Plan((lead,) * LEADS, lead_wise=lead_wise))
+    scale = max(float(g.abs().max()) for g in kept.values())
+    for name, value in kept.items():
+        torch.testing.assert_close(found[name], value, rtol=2e-5, atol=2e-6 * scale, msg=name)
+
+
+def test_tiles_that_a_model_does_not_have_are_refused() -> None:
+    wrong = (Segment(0, 3, "recompute", 4), Segment(3, NUM_UNITS, "keep"))
+    with pytest.raises(ValueError, match=r"embed to down\.1 in 4 row tiles; .* up with"):
+        gradients(Plan((wrong,) * LEADS))
 
 
 def test_a_plan_of_each_lead_holds_for_that_lead_alone(kept: dict[str, Tensor]) -> None:

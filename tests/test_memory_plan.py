@@ -57,7 +57,7 @@ def test_a_plan_with_holes_is_refused(leads: tuple[LeadPlan, ...], why: str) -> 
     [
         ((2, 2, "keep"), "empty"),
         ((-1, 2, "keep"), "empty"),
-        ((0, 1, "forget"), "none of keep, recompute, offload"),
+        ((0, 1, "forget"), "none of keep, recompute, offload, simple"),
         ((0, 1, "recompute", 0), "tiles=0"),
         ((0, 1, "keep", 2), "tiles=2 .* action='keep'"),
     ],
@@ -67,17 +67,12 @@ def test_a_segment_that_makes_no_sense_is_refused(segment: tuple, why: str) -> N
         Segment(*segment)
 
 
-def test_buffers_are_at_least_one() -> None:
-    with pytest.raises(ValueError, match="buffers=0"):
-        Plan((cut(0, 1),), buffers=0)
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_plan_comes_back_from_json(data: st.DataObject) -> None:
     some = lead_plans(4, offload=True, tiled=(1, 2))
     leads = data.draw(st.lists(st.sampled_from(some), min_size=1, max_size=6))
-    plan = Plan(tuple(leads), data.draw(st.booleans()), data.draw(st.integers(1, 3)))
+    plan = Plan(tuple(leads), data.draw(st.booleans()))
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
@@ -90,8 +85,8 @@ def test_a_plan_of_another_make_is_refused_by_its_keys() -> None:
     data = Plan((cut(0, 3),)).to_dict()
     with pytest.raises(ValueError, match="unknown: color"):
         Plan.from_dict({**data, "color": "blue"})
-    del data["buffers"]
-    with pytest.raises(ValueError, match="missing or unknown: buffers"):
+    del data["lead_wise"]
+    with pytest.raises(ValueError, match="missing or unknown: lead_wise"):
         Plan.from_dict(data)
 
 

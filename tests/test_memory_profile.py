@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from graticule.assemble import Shapes, assemble
-from graticule.config import Config, SwinConfig, TrainConfig
+from graticule.cluster.devices import device
+from graticule.config import Config, SwinConfig, TrainConfig, override
 from graticule.memory.apply import Memory
+from graticule.memory.choose import Chooser
 from graticule.memory.costs import ProfileCosts
 from graticule.memory.offload import Host
 from graticule.memory.plan import Action, LeadPlan, Plan, Segment, peak_of
@@ -24,7 +26,7 @@ SHAPES = Shapes(
     grid=(36, 32), num_prognostic=3, num_predicted=4, num_forcing=1, num_static=1, num_inputs=1,
     num_outputs=1, num_forcings=1,
 )  # fmt: skip
-NUM_UNITS = 9
+NUM_UNITS, UP = 9, 5
 
 
 def config_of(leads: int, layout: str = "") -> Config:
@@ -39,6 +41,15 @@ def random_lead(draw: random.Random, actions: Sequence[Action]) -> LeadPlan:
     cuts = sorted(draw.sample(range(1, NUM_UNITS), draw.randint(0, 6)))
     ends = [0, *cuts, NUM_UNITS]
     return tuple(Segment(first, last, draw.choice(actions)) for first, last in pairwise(ends))
+
+
+def with_tiles(lead: LeadPlan, action: Action, tiles: int) -> LeadPlan:
+    """The same, but for up-sampling, which is in row tiles."""
+    before = [s for s in lead if s.first < UP]
+    before[-1] = Segment(before[-1].first, UP, before[-1].action)
+    after = [s for s in lead if s.last > UP + 3] or [Segment(UP + 3, NUM_UNITS, "keep")]
+    after[0] = Segment(UP + 3, after[0].last, after[0].action)
+    return (*before, Segment(UP, UP + 3, action, tiles), *after)
 
 
 def plans_of(leads: int, seed: int, num: int, actions: Sequence[Action]) -> list[Plan]:
@@ -66,11 +77,16 @@ def job_of(config: Config, ranks: int = 1) -> Rehearsal:
 @pytest.mark.parametrize("leads", [1, 2, 3, 5])
 def test_a_composed_timeline_has_the_peak_of_the_step_it_stands_for(leads: int) -> None:
     job = job_of(config_of(leads))
-    profile = profile_step(job, leads)
+    profile = profile_step(job, leads, tiles=3)
     assert profile.units == (
         "embed", "down.0", "down.1", "blocks.0", "blocks.1", "up", "up.0", "up.1", "recover",
     )  # fmt: skip
-    for plan in plans_of(leads, leads, 10, ("keep", "recompute", "recompute", "offload")):
+    plans = plans_of(leads, leads, 10, ("keep", "recompute", "recompute", "offload"))
+    tiled: tuple[Action, ...] = ("recompute", "offload", "offload", "recompute")
+    for plan, action in zip(plans[:4], tiled, strict=True):
+        changed = tuple(with_tiles(lead, action, 3) for lead in plan.leads)
+        plans.append(Plan(changed, lead_wise=plan.lead_wise))
+    for plan in plans:
         with Host("cpu") as host:
             step = job.step(leads, Memory(plan, host))
             _, trace = trace_memory(step, job.owned, elsewhere=host.owned)
@@ -79,11 +95,36 @@ def test_a_composed_timeline_has_the_peak_of_the_step_it_stands_for(leads: int) 
         assert composed.levels[-1].sum() == pytest.approx(trace.alive[-1].sum(), abs=64), plan
 
 
+@pytest.mark.parametrize("leads", [1, 4])
+def test_the_modes_by_name_hold_what_they_are_said_to_and_less_from_one_to_the_next(
+    leads: int,
+) -> None:
+    job = job_of(config_of(leads))
+    profile = profile_step(job, leads, simple=True)
+    peaks = {}
+    for mode, action in {"none": "keep", "simple": "simple", "full": "recompute"}.items():
+        chosen = Chooser(profile, device("cpu"), mode=mode).at(None)  # type: ignore[arg-type]
+        assert {s.action for lead in chosen.plan.leads for s in lead} == {action}
+        _, trace = trace_memory(job.step(leads, Memory(chosen.plan)), job.owned)
+        assert chosen.peak == pytest.approx(trace.peak_bytes, rel=5e-4), mode
+        added = peak_of(ProfileCosts(profile), chosen.plan).bytes
+        assert 0.97 * chosen.peak <= added <= 1.06 * chosen.peak, mode
+        peaks[mode] = chosen.peak
+        if mode == "simple":  # nothing that is counted is computed again
+            assert chosen.price.recomputed_flops == 0
+    assert peaks["full"] < peaks["simple"] < peaks["none"]
+
+
 @pytest.mark.parametrize("leads", [1, 3])
 def test_the_costs_of_segments_add_up_to_the_composed_peak(leads: int) -> None:
-    profile = profile_step(job_of(config_of(leads)), leads)
+    profile = profile_step(job_of(config_of(leads)), leads, tiles=3)
     costs = ProfileCosts(profile)
-    for plan in plans_of(leads, 7, 20, ("keep", "recompute")):
+    plans = plans_of(leads, 7, 20, ("keep", "recompute"))
+    plans += [
+        Plan(tuple(with_tiles(lead, "recompute", 3) for lead in plan.leads), plan.lead_wise)
+        for plan in plans[:8]
+    ]
+    for plan in plans:
         composed, added = profile.timeline(plan).peak_bytes, peak_of(costs, plan).bytes
         # A state that two segments share may count twice; lead-wise, the fullest lead stands for
         # all.
@@ -91,7 +132,7 @@ def test_the_costs_of_segments_add_up_to_the_composed_peak(leads: int) -> None:
 
 
 def test_a_segments_flops_leave_out_what_comes_after_its_last_saved_tensor() -> None:
-    profile = profile_step(job_of(config_of(1)), 1)
+    profile = profile_step(job_of(config_of(1)), 1, tiles=3)
     flops, tails = dict(zip(profile.units, profile.flops, strict=True)), profile.tail_flops
     by_name = dict(zip(profile.units, tails, strict=True))
     # The strided convolution is all that embed ends with: 2 x 9 x 32 x 32 a token of 9 x 8.
@@ -99,6 +140,10 @@ def test_a_segments_flops_leave_out_what_comes_after_its_last_saved_tensor() -> 
     assert by_name["up"] == flops["up"] == 2 * 4 * 32 * 32 * 9 * 8
     assert by_name["recover"] == flops["recover"]
     assert by_name["up.0"] == 0
+    # A tile's convolutions read rows that its neighbours read too.
+    again = ProfileCosts(profile).segment("only", Segment(UP, UP + 3, "recompute", 3))
+    whole = sum(flops[name] for name in ("up", "up.0", "up.1"))
+    assert whole < again.recompute_flops < 2 * whole
     # Of a block, the second linear layer of its MLP: 2 x 4 x 32 x 32 a token slot of 12 x 8.
     assert by_name["blocks.0"] == 2 * 4 * 32 * 32 * 12 * 8
 
@@ -133,6 +178,36 @@ def test_what_is_foreseen_on_fake_tensors_is_measured_within_one_percent(
         profile = foresee(config, SHAPES, ranks=ranks, rank=rank, on="cpu")
         for plan, peak in zip(plans, peaks[rank], strict=True):
             assert profile.timeline(plan).peak_bytes == pytest.approx(peak, rel=0.01), (rank, plan)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "settings"),
+    [
+        ("window=3", 3, ["model.boundary=paper", "model.padded_shape=48,48"]),
+        pytest.param("window=4", 4, [], marks=pytest.mark.slow),
+        pytest.param(
+            "window=4,stripe_dim=lon",
+            4,
+            ["model.boundary=paper", "model.padded_shape=48,48"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "window=2,sequence=2", 4, ["model.padded_shape=64,32"], marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_the_heaviest_rank_holds_most(layout: str, ranks: int, settings: list[str]) -> None:
+    config = override(config_of(1, layout), settings)
+
+    def peak(rank: int | None) -> int:
+        profile = foresee(config, SHAPES, ranks=ranks, rank=rank, on="cuda")
+        timeline = profile.timeline(whole("recompute", 1))
+        (update,) = (row for what, _, row in timeline.marks if what == "end")
+        held = timeline.levels.sum(1)[:update]
+        return int(held.max() - held[0])
+
+    # The numbers of windows, of no size elsewhere, are not beside so small a model's activations.
+    assert peak(None) >= 0.98 * max(peak(rank) for rank in range(ranks))
 
 
 def test_lead_wise_the_peak_grows_by_one_field_a_lead() -> None:

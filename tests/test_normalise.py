@@ -122,6 +122,16 @@ def test_blocks_are_the_plain_expression_bit_for_bit(
     assert torch.equal(normaliser(turned), want.transpose(0, 1))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_channel_at_a_time_gives_the_same_bits(tmp_path: Path, packed: bool) -> None:
+    store = store_of(tmp_path / "store", packed=packed)
+    normaliser = Normaliser(store, [6, 1, 3], compute(store, np.arange(4)))
+    stored = torch.from_numpy(np.stack([store.read_stored(time, [6, 1, 3]) for time in (0, 5)]))
+    stored[1, 2, 4, 4] = LAND if packed else torch.nan
+    assert torch.equal(normaliser._by_channel(stored), normaliser(stored))
+    assert not normaliser._by_channel(stored)[1, 2, 4, 4]
+
+
 def test_land_is_zero_even_where_the_mean_is_far_outside_the_packing(tmp_path: Path) -> None:
     store = store_of(tmp_path / "store", packed=True)
     statistics = compute(store, np.arange(4))

@@ -201,7 +201,7 @@ def build_parser() -> Parser:
                       help="whose memory and rates (default h100-80); cpu is measured")  # fmt: skip
     plan.add_argument("--budget", metavar="SIZE",
                       help="such as 40GiB (default: 0.87 of the device's memory)")  # fmt: skip
-    plan.add_argument("--mode", choices=("best", "paper", "full", "none"),
+    plan.add_argument("--mode", choices=("best", "paper", "full", "simple", "none"),
                       help="as memory.mode")  # fmt: skip
     plan.add_argument("--no-offload", action="store_true", help="no boundaries on the host")
     plan.add_argument("--fit", choices=("width",),

@@ -76,10 +76,11 @@ class MemoryConfig:
     budget: str = ""
     """What a step may hold on the device, such as `40GiB`; empty: no limit. A run that cannot
     keep to it is refused before it starts."""
-    mode: Literal["best", "paper", "full", "none"] = "best"
+    mode: Literal["best", "paper", "full", "simple", "none"] = "best"
     """Which plan: `best` the cheapest in predicted time that meets the budget (without one,
     everything is kept); `paper` as published for TERRA (Eq. 5, Algorithm 2); `full` each unit of
-    the model recomputed by itself; `none` everything kept."""
+    the model recomputed by itself; `simple` so too, but products of matrices, convolutions and
+    attention are kept (both modes as for Samudra); `none` everything kept."""
     offload: bool = True
     """Whether boundaries of recomputed units may wait on the host."""
     folder: str = ""

@@ -83,13 +83,23 @@ class Normaliser(nn.Module):
         """(..., channel, lat, lon) stored numbers to normalised ones, without NaN.
 
         On a CPU one pass over the memory; the memory of a float32 result is used again once nobody
-        holds the result.
+        holds the result. Elsewhere a channel at a time: besides the result nothing is whole.
         """
         if stored.device.type == "cpu":
             return self._in_blocks(stored).to(self.dtype)
-        present = stored != LAND if self.packed else torch.isfinite(stored)
-        values = torch.addcmul(self._rest, stored.float() - self._centre, self._gain)
-        return torch.where(present & self.wet & ~self._constant, values, 0.0).to(self.dtype)
+        return self._by_channel(stored)
+
+    def _by_channel(self, stored: Tensor) -> Tensor:
+        """The same numbers, a channel at a time."""
+        out = torch.empty(stored.shape, dtype=self.dtype, device=stored.device)
+        for channel in range(stored.shape[-3]):
+            here = stored[..., channel, :, :]
+            present = here != LAND if self.packed else torch.isfinite(here)
+            present &= self.wet[channel] & ~self._constant[channel]
+            values = here.float() - self._centre[channel]
+            values = torch.addcmul(self._rest[channel], values, self._gain[channel])
+            out[..., channel, :, :] = torch.where(present, values, 0.0)
+        return out
 
     def _in_blocks(self, stored: Tensor) -> Tensor:
         """The same numbers, a block at a time, each operation in the place of the one before."""

@@ -7,7 +7,6 @@ twice the last line counts.
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,5 +67,3 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 def chosen(lead: int, leads: int, every: int) -> bool:
     """Whether a lead is among every `every`-th and the last; every = 0: none is."""
     return every > 0 and (lead % every == 0 or lead == leads)
-
-

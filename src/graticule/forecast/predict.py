@@ -46,15 +46,15 @@ class Predictor:
         together: Together,
         *,
         clock: Clock,
+        steps: int,
         states: Tensor | None = None,
-        steps: int = 0,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield, of each lead, what is predicted and what the next lead is given; normalised.
 
         leads: from the first that is computed to the last, 1 being that from the initial time.
-        states: what the first is given, as this yields it; none: the states known at the samples'
-        initial times. steps: how many leads all processes take together; one that has fewer, or
-        no samples, goes along with nothing.
+        steps: how many leads all processes take together; one that has fewer, or no samples, goes
+        along with nothing. states: what the first lead is given, as this yields it; none: the
+        states known at the samples' initial times.
         Yields (sample, output offset, predicted channel, lat, lon) and (sample, input offset,
         prognostic channel, lat, lon). All processes take part and read together. ValueError on all
         of them where one cannot read, or predicts what is not finite.
@@ -64,7 +64,7 @@ class Predictor:
             if states is None:
                 planes = len(spec.inputs), len(source.prognostic)
                 states = self._read(self._states, samples, Sample.inputs, planes)
-        idle = max(steps, len(leads)) - (len(leads) if samples else 0)
+        idle = steps - (len(leads) if samples else 0)
         # Sharded weights are gathered by all ranks at once: by those that are done, too.
         nothing = states.new_zeros(self._fillers, *states.shape[1:])
         rolled = self._rolled(samples, states, leads if samples else range(0), together, clock)

@@ -28,6 +28,7 @@ from graticule.parallel.exchange import Link
 from graticule.parallel.talk import everyone
 from graticule.parallel.together import Together
 
+
 def check_starts(source: SampleSource, starts: Sequence[int], leads: int) -> None:
     """ValueError unless inputs of every start, and forcing of all its leads, are in the store.
 
@@ -175,7 +176,9 @@ def forecast(
     made = 0
     for place, dates in enumerate(valid):
         before = there.get(place, 0) * len(spec.outputs)
-        made += seconds_of(dates[-1]) - seconds_of(dates[before - 1] if before else init_times[place])
+        made += seconds_of(dates[-1]) - seconds_of(
+            dates[before - 1] if before else init_times[place]
+        )
     timing = Timing(
         simulated_years=made / SECONDS_A_YEAR,
         parts=dict(clock.seconds),

@@ -11,7 +11,7 @@ are the same for all budgets, so that a larger budget never has a dearer plan.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from graticule.memory.costs import ProfileCosts
@@ -27,8 +27,8 @@ from graticule.memory.published import (
 )
 from graticule.memory.search import Search, size
 
-Mode = Literal["best", "paper", "full", "none"]
-"""As `config.MemoryConfig.mode`: the last two are one plan each, which a budget allows or not."""
+Mode = Literal["best", "paper", "full", "simple", "none"]
+"""As `config.MemoryConfig.mode`: the last three are one plan each, which a budget allows or not."""
 _STEPS = 64
 """Limits per doubling: what is left of a budget is at most 1 %."""
 _ABOVE = 1.08
@@ -70,16 +70,12 @@ class Chosen:
 
     @property
     def owners(self) -> dict[str, int]:
-        held = zip(self.timeline.owners, self.timeline.levels[self.timeline.peak], strict=True)
-        return {name: int(n) for name, n in sorted(held, key=lambda item: -item[1]) if n}
+        return self.timeline.owners_at_peak
 
     @property
     def at_peak(self) -> str:
         """Which part of the step the peak is in."""
-        row = self.timeline.peak
-        what, lead, _ = max(
-            (mark for mark in self.timeline.marks if mark[2] <= row), key=lambda mark: mark[2]
-        )
+        what, lead = self.timeline.at_peak
         return _PHASES[what].format(lead=lead)
 
     def to_dict(self) -> dict[str, Any]:
@@ -135,7 +131,12 @@ class Chooser:
         self.costs = ProfileCosts(profile)
         self._rated: dict[Plan, Rated] = {}
         self._tried: dict[tuple[Mode, int], Rated | None] = {}
-        self._only = {"full": plain_plan, "none": _all_kept}.get(mode)
+        only: dict[Mode, Callable[[Costs], Plan]] = {
+            "full": plain_plan,
+            "simple": partial(plain_plan, action="simple"),
+            "none": _all_kept,
+        }
+        self._only = only.get(mode)
         if mode == "paper" and not has_blocks(profile.units):
             checkpoint_plan(self.costs)  # raises: it says which units are wanted
 

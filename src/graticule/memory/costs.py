@@ -6,11 +6,12 @@ part of the keeping trace leaves, less the state that leaves it, more the one th
 A step under a plan reaches exactly the peak of `Profile.timeline`; a test holds that.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from graticule.memory.plan import Action, Kind, Segment, SegmentCost, kind_of
+from graticule.memory.plan import Kind, Segment, SegmentCost, kind_of
 from graticule.memory.profile import Composition, Profile
+from graticule.memory.recording import Recording
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +19,7 @@ class ProfileCosts:
     """`Costs` of a profile."""
 
     profile: Profile
-    _known: dict[tuple[int, int, int, Action], SegmentCost] = field(default_factory=dict)
+    _known: dict[tuple[int, Segment], SegmentCost] = field(default_factory=dict)
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -48,10 +49,10 @@ class ProfileCosts:
         return last.began + last.highest - self.base
 
     def tiles(self, first: int, last: int) -> tuple[int, ...]:
-        return (1,)
+        return (1, self.profile.tiles) if self.profile.spans.get(first) == last else (1,)
 
     def segment(self, kind: Kind, segment: Segment) -> SegmentCost:
-        asked = self._lead(kind), segment.first, segment.last, segment.action
+        asked = self._lead(kind), segment
         if asked not in self._known:
             self._known[asked] = self._segment(*asked)
         return self._known[asked]
@@ -117,6 +118,10 @@ class ProfileCosts:
         """The recorded lead of a kind."""
         return {"only": 1, "first": 1, "middle": 2, "last": self.profile.keep.leads}[kind]
 
+    def _rollout_lead(self, lead: int) -> int:
+        """Of the leads for which a recorded one stands, the first."""
+        return {1: 1, self.profile.keep.leads: self.profile.leads}.get(lead, 2)
+
     def _state(self, lead: int, cut: int) -> int:
         return sum(self.profile.keep.states[lead, cut].values())
 
@@ -124,9 +129,12 @@ class ProfileCosts:
         """Bytes before a lead, less the state that enters it."""
         return self.profile.keep.units["forward", lead, 0].began - self._state(lead, 0)
 
-    def _kept(self, lead: int, unit: int) -> int:
+    def _kept(self, lead: int, unit: int, simple: Recording | None = None) -> int:
         """What a unit keeps; of the model's input, what the rest of the step does not let go."""
         part = self.profile.keep.units["forward", lead, unit]
+        if simple:
+            there = simple.lead(self._rollout_lead(lead), self.profile.leads)
+            part = simple.units["forward", there, unit]
         kept = part.ended - self._state(lead, unit + 1) - part.began + self._state(lead, unit)
         return kept - (self._let_go(lead) if unit == 0 else 0)
 
@@ -144,10 +152,12 @@ class ProfileCosts:
         began = recording.units["backward", lead, cut - 1].began
         return began - self._start(lead) - sum(self._kept(lead, u) for u in range(min(cut, num)))
 
-    def _segment(self, lead: int, first: int, last: int, action: Action) -> SegmentCost:
+    def _segment(self, lead: int, segment: Segment) -> SegmentCost:
         keep = self.profile.keep
-        kind_lead = {1: 1, keep.leads: self.profile.leads}.get(lead, 2)
-        segment = Segment(first, last, "keep" if action == "keep" else "recompute")
+        first, last, action = segment.first, segment.last, segment.action
+        kind_lead = self._rollout_lead(lead)
+        if action == "offload":  # the copies are the plan's
+            segment = replace(segment, action="recompute")
         state, after = keep.states[lead, first], keep.states[lead, last]
         entered = self._state(lead, first)
 
@@ -157,11 +167,16 @@ class ProfileCosts:
         beside = self._let_go(lead) if first else 0
         forward_peak = entered + beside + composition.highest
         composition = Composition(self.profile, None)
-        if action != "keep":
+        kept = action in ("keep", "simple")
+        if action == "simple":
+            for unit in range(first, last):
+                composition.hold(kind_lead, unit)
+        elif not kept and segment.tiles == 1:
             composition.hold(kind_lead, first)
         composition.backward(kind_lead, segment)
-        if action == "keep":
-            resident = sum(self._kept(lead, unit) for unit in range(first, last))
+        if kept:
+            simple = self.profile.simple if action == "simple" else None
+            resident = sum(self._kept(lead, unit, simple) for unit in range(first, last))
             # The unit before may keep for itself what both of them are given.
             before = keep.states[lead, first - 1] if first else {}
             resident += sum(size for key, size in state.items() if key in before)
@@ -173,4 +188,6 @@ class ProfileCosts:
         movable = self._let_go(lead) if first == 0 else boundary
         away = movable if action == "offload" else 0
         flops = sum(self.profile.flops[first:last]) - self.profile.tail_flops[last - 1]
+        if segment.tiles > 1:
+            flops = self.profile.tiled_flops
         return SegmentCost(boundary - away, forward_peak, backward_peak, flops, away)

@@ -2,8 +2,10 @@
 
 A model is a chain of units. Per lead a plan cuts the chain into segments, and each is kept (what
 autograd saves stays), recomputed from what enters it (its *boundary* stays), or recomputed from a
-boundary that lies on the host meanwhile. The graph is cut at leads: the backward pass of lead k is
-a call of its own, from the last lead down. After its segments each lead has its loss, always kept.
+boundary that lies on the host meanwhile. Of one that is *simple* products of matrices, convolutions
+and attention stay too, and its units are recomputed without these, one by one. The graph is cut at
+leads: the backward pass of lead k is a call of its own, from the last lead down. After its segments
+each lead has its loss, always kept.
 
 Peak. R(k, s) is what all that comes before segment s of lead k keeps until its own backward pass.
 Then
@@ -35,10 +37,10 @@ from typing import Any, Literal, Protocol
 
 from graticule.memory.words import leads_in_words
 
-Action = Literal["keep", "recompute", "offload"]
+Action = Literal["keep", "recompute", "offload", "simple"]
 Kind = Literal["only", "first", "middle", "last"]
 Phase = Literal["forward", "backward", "first pass", "update"]
-ACTIONS: tuple[Action, ...] = ("keep", "recompute", "offload")
+ACTIONS: tuple[Action, ...] = ("keep", "recompute", "offload", "simple")
 SHARED = 0.02
 """Of a copy's time, lost to the kernels beside it even where it hides: an assumption. It also
 keeps a plan from moving bytes for nothing."""
@@ -61,7 +63,7 @@ class Segment:
             )
         if self.action not in ACTIONS:
             raise ValueError(f"action={self.action!r} is none of {', '.join(ACTIONS)}")
-        if self.tiles < 1 or (self.action == "keep" and self.tiles > 1):
+        if self.tiles < 1 or (self.action in ("keep", "simple") and self.tiles > 1):
             raise ValueError(
                 f"tiles={self.tiles} of a segment with action={self.action!r}: it must be at least "
                 "1, and 1 where nothing is recomputed"
@@ -76,18 +78,14 @@ class Plan:
     """leads: each covers the units 0 .. n without holes, the same n in all.
 
     lead_wise: leads run once without gradient and again when they are differentiated.
-    buffers: leads whose inputs and labels are on the device at one time.
     """
 
     leads: tuple[LeadPlan, ...]
     lead_wise: bool = False
-    buffers: int = 2
 
     def __post_init__(self) -> None:
         if not self.leads:
             raise ValueError("a plan needs at least one lead")
-        if self.buffers < 1:
-            raise ValueError(f"buffers={self.buffers} must be at least 1")
         for number, lead in enumerate(self.leads, 1):
             ends = [0, *(segment.last for segment in lead)]
             for end, segment in zip(ends, lead, strict=False):
@@ -112,7 +110,6 @@ class Plan:
         """For JSON. Equal leads that follow each other are written once, with their number."""
         return {
             "lead_wise": self.lead_wise,
-            "buffers": self.buffers,
             "leads": [
                 {
                     "times": len(list(equal)),
@@ -125,16 +122,15 @@ class Plan:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> "Plan":
         """What `to_dict` wrote."""
-        unknown = sorted(set(data) ^ {"lead_wise", "buffers", "leads"})
+        unknown = sorted(set(data) ^ {"lead_wise", "leads"})
         if unknown:
             raise ValueError(
-                f"a plan has the keys lead_wise, buffers and leads; missing or unknown: "
-                f"{', '.join(unknown)}"
+                f"a plan has the keys lead_wise and leads; missing or unknown: {', '.join(unknown)}"
             )
         leads: list[LeadPlan] = []
         for entry in data["leads"]:
             leads += [tuple(Segment(*segment) for segment in entry["segments"])] * entry["times"]
-        return Plan(tuple(leads), data["lead_wise"], data["buffers"])
+        return Plan(tuple(leads), data["lead_wise"])
 
     def in_words(self, units: Sequence[str]) -> str:
         """One line for each run of equal leads. units: the names of the model's units."""
@@ -307,9 +303,9 @@ def peak_of(costs: Costs, plan: Plan) -> Peak:
     return max(levels(costs, plan), key=lambda peak: peak.bytes)
 
 
-def plain_plan(costs: Costs) -> Plan:
+def plain_plan(costs: Costs, action: Action = "recompute") -> Plan:
     """Each unit recomputed by itself in all leads: what `extra_compute` is counted from."""
-    lead = tuple(Segment(unit, unit + 1, "recompute") for unit in range(len(costs.units)))
+    lead = tuple(Segment(unit, unit + 1, action) for unit in range(len(costs.units)))
     return Plan((lead,) * costs.leads)
 
 

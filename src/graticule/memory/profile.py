@@ -13,13 +13,16 @@ another order. With n units,
                                        last tensor that is saved (there recomputing stops), then
                                        their backward parts, then its boundary is freed
 
+    both of one in row tiles           its parts of the tiled trace; it keeps what enters it
+
 and in between whatever else the step does: decoding fields, the loss, the optimizer. A lead is the
 first (nobody wants the gradient of its input), the last (its backward pass comes first, when there
 are no gradients of parameters yet) or one of those between, which are all alike.
 """
 
 from collections import deque
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -32,6 +35,7 @@ from graticule.memory.recording import (
     Part,
     Recording,
     count_flops,
+    count_tiled,
     record,
 )
 from graticule.memory.trace import ACTIVATIONS, GATHERED
@@ -56,6 +60,20 @@ class Timeline:
     def peak_bytes(self) -> int:
         return int(self.levels[self.peak].sum())
 
+    @property
+    def at_peak(self) -> tuple[str, int]:
+        """(what, lead) of the part that the peak is in."""
+        what, lead, _ = max(
+            (mark for mark in self.marks if mark[2] <= self.peak), key=lambda mark: mark[2]
+        )
+        return what, lead
+
+    @property
+    def owners_at_peak(self) -> dict[str, int]:
+        """Bytes, most first."""
+        held = zip(self.owners, self.levels[self.peak], strict=True)
+        return {name: int(n) for name, n in sorted(held, key=lambda item: -item[1]) if n}
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Profile:
@@ -65,6 +83,10 @@ class Profile:
     of three. lead_wise: of four, lead by lead, keeping; None where leads = 1.
     flops, tail_flops: of each unit's forward; of what comes after its last saved tensor, which is
     not computed again.
+    tiled: of three leads, in `tiles` row tiles where units can; simple: of three, with products
+    kept; None where that was not asked for or nothing can. spans: from which unit to which, the
+    last left out. tiled_flops: what tiles compute
+    besides.
     """
 
     units: tuple[str, ...]
@@ -75,32 +97,45 @@ class Profile:
     lead_wise: Recording | None
     flops: tuple[float, ...]
     tail_flops: tuple[float, ...]
+    tiles: int = 1
+    tiled: Recording | None = None
+    simple: Recording | None = None
+    spans: Mapping[int, int] = field(default_factory=dict)
+    tiled_flops: float = 0.0
 
     def timeline(self, plan: Plan) -> Timeline:
         """Of a step under `plan`."""
         return Composition(self, plan).timeline()
 
 
-def profile_step(job: Job, leads: int) -> Profile:
-    """Trace a few steps of a job that has so many leads."""
+def profile_step(job: Job, leads: int, *, tiles: int = 1, simple: bool = False) -> Profile:
+    """Trace a few steps of a job that has so many leads. tiles: in how many row tiles plans may
+    have the units that can; 1: none. simple: whether plans may have that."""
     marks = Marks()
     # Four, so that one middle lead follows another: what is between two of them is like nothing
     # else in 16 bit, where the gradient of a field is cast on its way.
     keep = record(job, min(leads, 4), marks)
-    recompute = record(job, min(leads, 3), Marks(recompute=True))
+    recompute = record(job, min(leads, 3), Marks(action="recompute"))
     wise = None
     if leads > 1:
         whole = (Segment(0, len(marks.names), "keep"),)
         num = min(leads, 4)
         wise = record(job, num, Marks(plan=Plan((whole,) * num, lead_wise=True)))
-    recordings = [keep, recompute, *([wise] if wise else [])]
+    tiled = None
+    if tiles > 1 and marks.spans:
+        tiled = record(job, min(leads, 3), Marks(tiles=tiles))
+    plainly = record(job, min(leads, 3), Marks(action="simple")) if simple else None
+    recordings = [keep, recompute, *(one for one in (wise, tiled, plainly) if one)]
     known = [name for recording in recordings for name in recording.owners]
     owners = tuple(dict.fromkeys([*known, GATHERED, BOUNDARIES, RECOMPUTED]))
-    flops, tail_flops = count_flops(job)
+    flops, tail_flops, whole_flops = count_flops(job)
     return Profile(
         units=marks.names, leads=leads, owners=owners, keep=keep.ordered(owners),
         recompute=recompute.ordered(owners), lead_wise=wise and wise.ordered(owners),
-        flops=flops, tail_flops=tail_flops,
+        flops=flops, tail_flops=tail_flops, tiles=tiles if tiled else 1,
+        tiled=tiled and tiled.ordered(owners), spans=marks.spans if tiled else {},
+        simple=plainly and plainly.ordered(owners),
+        tiled_flops=count_tiled(job, tiles) - whole_flops if tiled else 0.0,
     )  # fmt: skip
 
 
@@ -174,13 +209,20 @@ class Composition:
     def forward(self, lead: int, segment: Segment) -> None:
         """Add a segment's forward pass."""
         units = range(segment.first, segment.last)
-        if segment.action == "keep":
+        if segment.action in ("keep", "simple"):
             for unit in units:
-                self._add(self._part("forward", lead, unit), lead)
+                if segment.action == "simple":
+                    self.hold(lead, unit)
+                self._add(self._part("forward", lead, unit, segment=segment), lead)
             return
-        self.hold(lead, segment.first)
+        if segment.action == "offload" or segment.tiles == 1:
+            self.hold(lead, segment.first)
         if segment.action == "offload":
             self._send(lead, segment.first)
+        if segment.tiles > 1:
+            self._add(self._part("forward", lead, segment.first, segment=segment), lead)
+            self._let_go(lead, segment.first, segment.last - 1)
+            return
         there, traced = self.profile.recompute, self._traced(lead, self.profile.recompute)
         for unit in units:
             self._add(there.units["forward", traced, unit], None)
@@ -199,9 +241,16 @@ class Composition:
     def backward(self, lead: int, segment: Segment) -> None:
         """Add a segment's backward pass."""
         units = range(segment.first, segment.last)
-        if segment.action == "keep":
+        if segment.action in ("keep", "simple"):
             for unit in reversed(units):
-                self._add(self._part("backward", lead, unit), lead)
+                self._add(self._part("backward", lead, unit, segment=segment), lead)
+                if segment.action == "simple":
+                    self._release(lead, unit)
+            return
+        if segment.tiles > 1:
+            if segment.action == "offload":
+                self._bring_back(lead, segment.first)
+            self._add(self._part("backward", lead, segment.first, segment=segment), lead)
             return
         # Recomputing begins where the first saved tensor is asked for.
         last = self._part("backward", lead, units[-1])
@@ -304,13 +353,20 @@ class Composition:
 
     # Parts.
 
-    def _part(self, what: str, lead: int, unit: int) -> Part:
-        return self.recording.units[what, self._traced(lead), unit]
+    def _part(self, what: str, lead: int, unit: int, segment: Segment | None = None) -> Part:
+        """segment: which unit runs as such a one; none: kept."""
+        there: Recording | None = self.recording
+        if segment and segment.tiles > 1:
+            there = self.profile.tiled
+            assert segment.tiles == self.profile.tiles, segment
+        elif segment and segment.action == "simple":
+            there = self.profile.simple
+        assert there is not None, "the profile has no such segments"
+        return there.units[what, self._traced(lead, there), unit]
 
     def _traced(self, lead: int, recording: Recording | None = None) -> int:
         """The recorded lead that stands for a lead of the rollout."""
-        last = (recording or self.recording).leads
-        return last if lead == self.profile.leads else min(lead, 2)
+        return (recording or self.recording).lead(lead, self.profile.leads)
 
     def _gap(self, before: tuple[str, int], after: tuple[str, int]) -> tuple[str, int]:
         """Add what the step does between two leads' units; the later of them."""

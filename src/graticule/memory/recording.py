@@ -6,7 +6,7 @@ does nothing else leaves one when the backward pass comes by.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from graticule.memory.apply import Memory
+from graticule.memory.apply import Memory, simple_checkpoint
+from graticule.memory.plan import Action
 from graticule.memory.trace import MemoryTrace, mark, own, trace_memory
 from graticule.model.units import Runner, State, Unit
 
@@ -41,30 +42,41 @@ class _Seam(torch.autograd.Function):
 
 @dataclass(eq=False)
 class Marks(Memory):
-    """Keeps everything, or recomputes each unit by itself, and leaves marks between units.
+    """Does the same with each unit by itself, and leaves marks between units.
 
+    action: keep, recompute or simple.
+    tiles: in how many row tiles units run that can; with 1 as they are.
     states: by (lead, cut): bytes of the storages of the state there, by their number in the trace.
-    Of the newest run of a lead. names: of the units.
+    Of the newest run of a lead. names: of the units. spans: of those that can run in row tiles, by
+    the first, where the units after them begin.
     """
 
-    recompute: bool = False
+    action: Action = "keep"
+    tiles: int = 1
     states: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
     names: tuple[str, ...] = ()
+    spans: dict[int, int] = field(default_factory=dict)
 
     def runner(self, lead: int) -> tuple[Runner, ...]:
         return (lambda units, state: self._run(lead, units, state),)
 
     def _run(self, lead: int, units: Sequence[Unit], state: State) -> State:
         self.names = tuple(unit.name for unit in units)
+        self.spans = {at: at + unit.tiled.num_units for at, unit in enumerate(units) if unit.tiled}
         graph = torch.is_grad_enabled()
         name = "unit" if graph else "ahead"
-        graph = graph and not self.recompute
-        for number, unit in enumerate(units):
+        graph = graph and self.action != "recompute"
+        number = 0
+        while number < len(units):
             self._note(lead, number, state)
             mark((name, lead, number))
             if graph and any(tensor.requires_grad for tensor in state):
                 state = _Seam.apply(("seam", lead, number), *state)
-            state = self._unit(lead, number, unit, state)
+            run, further = units[number].run, 1
+            if self.tiles > 1 and (tiled := units[number].tiled):
+                run, further = partial(tiled.run, self.tiles), tiled.num_units
+            state = self._unit(lead, number, run, state)
+            number += further
         if graph:
             state = _Seam.apply(("seam", lead, len(units)), *state)
         self._note(lead, len(units), state)
@@ -74,11 +86,13 @@ class Marks(Memory):
     def _note(self, lead: int, cut: int, state: State) -> None:
         self.states[lead, cut] = own(BOUNDARIES, state)
 
-    def _unit(self, lead: int, number: int, unit: Unit, state: State) -> State:
+    def _unit(self, lead: int, number: int, run: Callable[..., State], state: State) -> State:
         if not torch.is_grad_enabled():
-            return unit.run(*state)
-        if self.recompute:
-            return checkpoint(unit.run, *state, use_reentrant=False, preserve_rng_state=False)
+            return run(*state)
+        if self.action == "recompute":
+            return checkpoint(run, *state, use_reentrant=False, preserve_rng_state=False)
+        if self.action == "simple":
+            return simple_checkpoint(run, *state)
 
         def pack(tensor: Tensor) -> Tensor:
             mark(("saved", lead, number))
@@ -89,7 +103,7 @@ class Marks(Memory):
             return tensor
 
         with saved_tensors_hooks(pack, unpack):
-            return unit.run(*state)
+            return run(*state)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +131,7 @@ class Part:
 
 
 Key = tuple[str, int, int]
-"""What a part is: (forward | ahead | backward, lead, unit), or a gap before (what, lead, 0)."""
+"""What a part is: (forward | ahead | backward, lead, unit), of units in tiles the first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +192,7 @@ class Recording:
                 int(trace.alive[begin].sum()),
             )
 
-        begin, before = 0, ("start", 0)
+        begin, before, unit = 0, ("start", 0), 0
         inside: tuple[str, int, int] | None = None
         for name, event in trace.marks:
             kind = name[0]
@@ -188,9 +202,9 @@ class Recording:
                 if cut == 0:
                     gaps[*before, what, lead] = part(begin, event)
                 else:
-                    last_save = saved.get((lead, cut - 1), 0) if kind == "unit" else 0
-                    units[what, lead, cut - 1] = part(begin, event, last_save)
-                begin, before = event, (what, lead)
+                    last_save = saved.get((lead, unit), 0) if kind == "unit" else 0
+                    units[what, lead, unit] = part(begin, event, last_save)
+                begin, before, unit = event, (what, lead), cut
             elif kind == "seam":
                 _, lead, cut = name
                 if cut == num_units:
@@ -213,6 +227,11 @@ class Recording:
             for where, state in marks.states.items()
         }
         return cls(trace.owners, leads, trace.alive[0], units, gaps, states)
+
+    def lead(self, lead: int, leads: int) -> int:
+        """The recorded one that stands for lead 1, 2, ... of a rollout of so many: the first and
+        the last for themselves, and those between are alike."""
+        return self.leads if lead == leads else min(lead, 2)
 
     def ordered(self, owners: tuple[str, ...]) -> "Recording":
         """With these owners, in this order; they are all of ours and more."""
@@ -281,10 +300,17 @@ class _Counting(Memory):
         return state
 
 
-def count_flops(job: Job) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Of each unit's forward; of what comes after its last saved tensor."""
+def count_flops(job: Job) -> tuple[tuple[float, ...], tuple[float, ...], float]:
+    """Of each unit's forward; of what comes after its last saved tensor; of a whole step."""
     # In a pass of its own: the counter keeps tensors alive.
     with FlopCounterMode(display=False) as counter:
         counting = _Counting(counter=counter)
         job.step(1, counting)()
-    return tuple(counting.flops), tuple(counting.tails)
+        return tuple(counting.flops), tuple(counting.tails), counter.get_total_flops()
+
+
+def count_tiled(job: Job, tiles: int) -> float:
+    """Of a whole step whose units run in so many row tiles where they can."""
+    with FlopCounterMode(display=False) as counter:
+        job.step(1, Marks(tiles=tiles))()
+        return counter.get_total_flops()

@@ -19,6 +19,7 @@ _DONE = {
     "keep": "kept",
     "recompute": "recomputed",
     "offload": "recomputed from boundaries on the host",
+    "simple": "recomputed but for products, which are kept",
 }
 
 

@@ -218,7 +218,11 @@ class LayerNorm(Norm):
 
 
 class Mlp(nn.Module):
-    """x -> fc2(GELU(fc1(x)))."""
+    """x -> fc2(GELU(fc1(x))).
+
+    Of activations the gradient needs x and what fc1 gives; with an `input_dtype`, all that the
+    published program keeps, GELU's result too.
+    """
 
     def __init__(self, width: int, ratio: int) -> None:
         super().__init__()
@@ -226,7 +230,77 @@ class Mlp(nn.Module):
         self.fc2 = Linear(ratio * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
+        if self.fc1.input_dtype is not None:
+            return self.fc2(F.gelu(self.fc1(x)))
+        return self.fused(x, *self.fc2.weights(x.dtype))
+
+    def fused(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """weight, bias: of fc2. None: without."""
+        placeholder, hidden = _Hidden.apply(x, *self.fc1.weights(x.dtype), weight, bias)
+        with torch.no_grad():
+            parts = (F.gelu(hidden), weight) if bias is None else (F.gelu(hidden), weight, bias)
+            out = dense(F.linear, *parts)
+        return _Stands.apply(placeholder, out)
+
+
+class _Hidden(torch.autograd.Function):
+    """fc1, and the gradients of a whole MLP: (a placeholder of its output, hidden features).
+
+    Apart from fc2, so that recomputing stops before it. The gradient is made for some tokens at a
+    time: of hidden features nothing but the kept ones is ever whole.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        hidden = dense(F.linear, x, w1, b1)
+        ctx.save_for_backward(x, hidden, w1, w2)
+        ctx.mark_non_differentiable(hidden)
+        ctx.set_materialize_grads(False)
+        return x.new_empty(1).expand(*x.shape[:-1], w2.shape[0]), hidden
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        x, hidden, w1, w2 = ctx.saved_tensors
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        kind = torch.promote_types(x.dtype, torch.float32)
+        sums = [torch.zeros_like(w, dtype=kind) for w in (w1, w1[:, 0], w2, w2[:, 0])]
+        fields = [each.reshape(-1, each.shape[-1]) for each in (x, hidden, grad)]
+        flat = dx.view(-1, x.shape[-1])
+        size = max(-(-len(flat) // _PARTS), _LEAST_TOKENS)
+        for tokens, features, d, out in few(
+            zip(*(each.split(size) for each in (*fields, flat)), strict=True)
+        ):
+            if len(out):
+                active = F.gelu(features)
+                sums[2] += dense(torch.mm, d.T, active)
+                sums[3] += d.sum(0, dtype=kind)
+                del active
+                d = torch.ops.aten.gelu_backward(dense(torch.mm, d, w2), features)
+                sums[0] += dense(torch.mm, d.T, tokens)
+                sums[1] += d.sum(0, dtype=kind)
+                out.copy_(dense(torch.mm, d, w1))
+        grads = [each.to(x.dtype) for each in sums]
+        return dx, *grads[:3], grads[3] if ctx.needs_input_grad[4] else None
+
+
+_PARTS = 8
+_LEAST_TOKENS = 2048
+"""Of a part: less would cost matrix products their speed."""
+
+
+class _Stands(torch.autograd.Function):
+    """`out` in the place of a placeholder, whose gradient it has."""
+
+    @staticmethod
+    def forward(ctx: Any, placeholder: Tensor, out: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
 
 
 class PatchEmbedding(nn.Module):

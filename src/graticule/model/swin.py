@@ -17,7 +17,8 @@ from graticule.model.layers import Layer, LayerNorm, Linear, Mlp, PatchEmbedding
 from graticule.model.norms import FieldGroupNorm
 from graticule.model.pad import Boundary, FieldPad
 from graticule.model.resample import Down, Up, body_units
-from graticule.model.units import State, Unit
+from graticule.model.tiles import tiled_body
+from graticule.model.units import State, Tiled, Unit
 from graticule.model.windows import Attend, Enter, Leave, Shift, Unshift, WindowGrid, WindowMask
 
 
@@ -139,10 +140,11 @@ class Swin(Model):
             Up(width, sampling, norm_groups, boundary, patches) if sampling > 1 else nn.Identity()
         )
         self.recover = PatchRecovery(width, out_channels, patch)
-        if stream_dtype not in (None, compute_dtype):
-            self._widen(stream_dtype)
+        self.stream_dtype = stream_dtype or compute_dtype
+        if self.stream_dtype != compute_dtype:
+            self._widen(self.stream_dtype)
 
-    def _widen(self, stream_dtype: torch.dtype | None) -> None:
+    def _widen(self, stream_dtype: torch.dtype) -> None:
         """Norms and softmax work in the stream's dtype; matrix products are fed in the other."""
         for layer in self.modules():
             if isinstance(layer, FieldGroupNorm):
@@ -162,7 +164,8 @@ class Swin(Model):
         down = body_units("down", self.down) if isinstance(self.down, Down) else []
         up: list[Unit] = []
         if isinstance(module := self.up, Up):
-            up = [Unit("up", lambda y: (module.resample(y),)), *body_units("up", module)]
+            body = body_units("up", module)
+            up = [Unit("up", lambda y: (module.resample(y),), self._tiled(module)), *body]
         blocks = [
             Unit(f"blocks.{number}", partial(self._block, number))
             for number in range(len(self.blocks))
@@ -170,6 +173,11 @@ class Swin(Model):
         return [
             Unit("embed", self._embed), *down, *blocks, *up, Unit("recover", self._recover)
         ]  # fmt: skip
+
+    def _tiled(self, module: Up) -> Tiled | None:
+        if self.stream_dtype != self.compute_dtype:
+            return None  # its norms keep wide copies, as published
+        return Tiled(3, lambda tiles, y: (tiled_body(module, y, tiles),))
 
     def _embed(self, x: Tensor) -> State:
         y = self.embed(self.pad(x).to(self.compute_dtype))

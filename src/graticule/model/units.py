@@ -12,11 +12,23 @@ from torch import Tensor
 State = tuple[Tensor, ...]
 
 
+class Tiled(NamedTuple):
+    """Several units as one, some rows at a time, that keeps what enters it and nothing else.
+
+    num_units: from the one that offers it on. run: takes a number of row tiles and the state's
+    tensors; the same numbers and gradients as the units', to rounding.
+    """
+
+    num_units: int
+    run: Callable[..., State]
+
+
 class Unit(NamedTuple):
     """name: as memory plans call it. run: takes the state's tensors, gives the next state."""
 
     name: str
     run: Callable[..., State]
+    tiled: Tiled | None = None
 
 
 Runner = Callable[[Sequence[Unit], State], State]

@@ -104,13 +104,10 @@ class WindowMask(nn.Module):
         super().__init__()
         self.grid, self.shifted = grid, shifted
         regions = grid.regions(shifted) if regions is None else regions
-        # Windows with the same regions, up to the numbering, share one mask.
-        patterns, which = np.unique(regions - regions[:, :1], axis=0, return_inverse=True)
         forbidden = -np.inf if grid.boundary == "globe" else -100.0
         self.windows: list[slice | np.ndarray] = []
         order = np.empty(0, dtype=np.int64)
-        for number, pattern in enumerate(patterns):
-            members = np.flatnonzero(which.ravel() == number)
+        for number, (pattern, members) in enumerate(window_kinds(regions)):
             contiguous = members[-1] - members[0] + 1 == members.size
             self.windows.append(
                 slice(int(members[0]), int(members[-1]) + 1) if contiguous else members
@@ -127,6 +124,15 @@ class WindowMask(nn.Module):
     def masks(self) -> list[Tensor | None]:
         """One per group of windows, float32 or none."""
         return [getattr(self, f"mask_{number}") for number in range(len(self.windows))]
+
+
+def window_kinds(regions: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Windows with the same regions, up to the numbering, share one mask: (regions, which)."""
+    patterns, which = np.unique(regions - regions[:, :1], axis=0, return_inverse=True)
+    return [
+        (pattern, np.flatnonzero(which.ravel() == number))
+        for number, pattern in enumerate(patterns)
+    ]
 
 
 class Attend(nn.Module):

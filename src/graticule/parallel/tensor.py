@@ -87,6 +87,10 @@ class SplitMlp(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(_Gather.apply(x, self.link))
 
+    def fused(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        part = super().fused(x, weight, None)
+        return _ScatterSum.apply(part, self.link) + bias
+
 
 class SplitAttention(WindowAttention):
     """(windows, q, F) -> (windows, q, F), with our share of the heads, `heads` in number."""

@@ -30,6 +30,8 @@ from graticule.memory.search import size
 from graticule.train.foresee import foresee
 
 PLAN = "plan.json"
+TILES = 8
+"""Row tiles that a plan may have: up-sampling then holds 3.7 fields of its size instead of 9.3."""
 _UNKNOWN_GPU = "h100-80"
 _log = logging.getLogger(__name__)
 
@@ -54,8 +56,12 @@ def chooser_of(
     stored = torch.int16
     if config.data.store and Path(config.data.store).exists():
         stored = torch.float32 if Store(config.data.store).packing.scale is None else stored
-    profile = foresee(config, shapes, ranks=ranks, rank=rank, on=on, stored=stored)
     memory = config.memory
+    tiles = TILES if memory.mode == "best" else 1
+    profile = foresee(
+        config, shapes, ranks=ranks, rank=rank, on=on, stored=stored, tiles=tiles,
+        simple=memory.mode == "simple",
+    )  # fmt: skip
     return Chooser(profile, rates, mode=memory.mode, offload=memory.offload)
 
 
@@ -64,7 +70,7 @@ def planned(config: Config, out: Path, kind: str, ranks: int) -> dict[str, Any] 
 
     kind: name of the device that each rank has. ValueError where no plan meets the budget.
     """
-    if not (config.memory.budget or config.memory.mode in ("paper", "full")):
+    if not (config.memory.budget or config.memory.mode in ("paper", "full", "simple")):
         return None
     wanted = _made_for(config, kind, ranks)
     try:

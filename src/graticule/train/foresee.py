@@ -25,6 +25,7 @@ from graticule.memory.trace import INPUTS, own
 from graticule.mesh import Mesh, Stripes
 from graticule.model.layers import imitating
 from graticule.model.swin import Swin
+from graticule.model.windows import window_kinds
 from graticule.parallel.launch import mesh_of
 from graticule.parallel.layouts import Topology, WindowLayout
 from graticule.train.differences import Differences
@@ -90,7 +91,7 @@ class _Buffered:
 
 
 class _Decode(nn.Module):
-    """The memory that `Normaliser` takes: on a CPU its result alone."""
+    """The memory that `Normaliser` takes: that of its result, as good as alone."""
 
     wet: Tensor
     centre: Tensor
@@ -107,17 +108,17 @@ class _Decode(nn.Module):
         self.register_buffer("constant", torch.zeros(channels, 1, 1, dtype=torch.bool))
 
     def forward(self, stored: Tensor) -> Tensor:
+        stored = stored.view(stored.shape)  # read, and so held until here
         if self.on == "cpu":
-            stored = stored.view(stored.shape)  # read, and so held until here
             return torch.empty(stored.shape, dtype=torch.float32).to(self.dtype)
-        present = stored != -32768
-        values = torch.addcmul(self.rest, stored.float() - self.centre, self.gain)
-        return torch.where(present & self.wet & ~self.constant, values, 0.0).to(self.dtype)
+        return torch.empty(stored.shape, dtype=self.dtype)
 
 
 def heaviest_rank(config: Config, shapes: Shapes, ranks: int) -> int:
     """The rank of a sample that holds most: most window tokens, then most rows (columns) of the
-    field and of the grid, then most neighbours whose halos it has; the first of several."""
+    field and of the grid, then most kinds of shifted windows (each kind attends by itself, and
+    what comes out is put together), then most neighbours whose halos it has; the first of several.
+    """
     sizes = mesh_of(config.mesh, ranks)
     topology = Topology(
         window=sizes["window"],
@@ -136,13 +137,17 @@ def heaviest_rank(config: Config, shapes: Shapes, ranks: int) -> int:
         ranks=topology.ranks,
         index=0,
     )
-    layout = WindowLayout(model.windows, topology) if isinstance(model, Swin) else None
+    layout = shifted = None
+    if isinstance(model, Swin):
+        layout = WindowLayout(model.windows, topology)
+        shifted = WindowLayout(model.windows, topology, shifted=True)
     field, last = stripes.at(model.scales[1]), topology.ranks - 1
 
-    def weight(rank: int) -> tuple[int, int, int, int]:
+    def weight(rank: int) -> tuple[int, ...]:
         tokens = len(layout.windows(rank)) * layout.chunk if layout else 0
+        kinds = len(window_kinds(shifted.regions(rank))) if shifted else 0
         neighbours = (rank > 0) + (rank < last)
-        return tokens, field.length(rank), stripes.grid.length(rank), neighbours
+        return tokens, field.length(rank), stripes.grid.length(rank), kinds, neighbours
 
     return max(range(topology.ranks), key=weight)
 
@@ -156,9 +161,12 @@ def foresee(
     on: str = "cpu",
     data: DataPath = "stored",
     stored: torch.dtype = torch.int16,
+    tiles: int = 1,
+    simple: bool = False,
 ) -> Profile:
     """Of a rank's steps. rank: None: the heaviest. on: the kind of device, `cpu` or `cuda`.
-    stored: of the store's numbers."""
+    stored: of the store's numbers. tiles: row tiles that plans may have, where weights allow it.
+    simple: whether plans may have that."""
     if rank is None:
         rank = heaviest_rank(config, shapes, ranks)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -172,7 +180,14 @@ def foresee(
         running = assemble(config, shapes, mesh, place=place)
         with mode, imitating(on):
             job = Rehearsal(config, shapes, running, on, data, stored)
-            return profile_step(job, config.train.leads)
+            tiles = tiles if _whole(config) else 1
+            return profile_step(job, config.train.leads, tiles=tiles, simple=simple)
+
+
+def _whole(config: Config) -> bool:
+    """Whether a sampling module's weights are all there when it runs: what FSDP gathers for one
+    layer at a time is not."""
+    return config.mesh.weights == "replicated" or config.mesh.shard_unit == "model"
 
 
 def _place(model: nn.Module) -> None:
