@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from graticule.assemble import Shapes, assemble
 from graticule.cluster.devices import device
-from graticule.config import Config, SwinConfig, TrainConfig, override
+from graticule.config import Config, SwinConfig, TrainConfig, UNetConfig, override
 from graticule.memory.apply import Memory
 from graticule.memory.choose import Chooser
 from graticule.memory.costs import ProfileCosts
@@ -27,6 +28,7 @@ SHAPES = Shapes(
     num_outputs=1, num_forcings=1,
 )  # fmt: skip
 NUM_UNITS, UP = 9, 5
+UNET = UNetConfig(widths=(6, 8), factor=2, dilations=(1, 2, 1, 2, 1))
 
 
 def config_of(leads: int, layout: str = "") -> Config:
@@ -37,9 +39,9 @@ def config_of(leads: int, layout: str = "") -> Config:
     return laid_out(config, layout) if layout else config
 
 
-def random_lead(draw: random.Random, actions: Sequence[Action]) -> LeadPlan:
-    cuts = sorted(draw.sample(range(1, NUM_UNITS), draw.randint(0, 6)))
-    ends = [0, *cuts, NUM_UNITS]
+def random_lead(draw: random.Random, actions: Sequence[Action], num_units: int) -> LeadPlan:
+    cuts = sorted(draw.sample(range(1, num_units), draw.randint(0, min(6, num_units - 1))))
+    ends = [0, *cuts, num_units]
     return tuple(Segment(first, last, draw.choice(actions)) for first, last in pairwise(ends))
 
 
@@ -52,24 +54,31 @@ def with_tiles(lead: LeadPlan, action: Action, tiles: int) -> LeadPlan:
     return (*before, Segment(UP, UP + 3, action, tiles), *after)
 
 
-def plans_of(leads: int, seed: int, num: int, actions: Sequence[Action]) -> list[Plan]:
+def plans_of(
+    leads: int, seed: int, num: int, actions: Sequence[Action], num_units: int = NUM_UNITS
+) -> list[Plan]:
     """Half of them lead-wise."""
     draw = random.Random(seed)
     return [
-        Plan(tuple(random_lead(draw, actions) for _ in range(leads)), lead_wise=bool(number % 2))
+        Plan(
+            tuple(random_lead(draw, actions, num_units) for _ in range(leads)),
+            lead_wise=bool(number % 2),
+        )
         for number in range(num)
     ]
 
 
-def whole(action: Action, leads: int, *, lead_wise: bool = False) -> Plan:
+def whole(
+    action: Action, leads: int, *, lead_wise: bool = False, num_units: int = NUM_UNITS
+) -> Plan:
     """Every unit by itself."""
-    lead = tuple(Segment(unit, unit + 1, action) for unit in range(NUM_UNITS))
+    lead = tuple(Segment(unit, unit + 1, action) for unit in range(num_units))
     return Plan((lead,) * leads, lead_wise=lead_wise)
 
 
-def job_of(config: Config, ranks: int = 1) -> Rehearsal:
-    running = assemble(config, SHAPES, Mesh(mesh_of(config.mesh, ranks)))
-    job = Rehearsal(config, SHAPES, running, "cpu", "stored", torch.int16)
+def job_of(config: Config, ranks: int = 1, shapes: Shapes = SHAPES) -> Rehearsal:
+    running = assemble(config, shapes, Mesh(mesh_of(config.mesh, ranks)))
+    job = Rehearsal(config, shapes, running, "cpu", "stored", torch.int16)
     job.step(config.train.leads, Memory())()  # gradients and caches are there afterwards
     return job
 
@@ -86,6 +95,24 @@ def test_a_composed_timeline_has_the_peak_of_the_step_it_stands_for(leads: int) 
     for plan, action in zip(plans[:4], tiled, strict=True):
         changed = tuple(with_tiles(lead, action, 3) for lead in plan.leads)
         plans.append(Plan(changed, lead_wise=plan.lead_wise))
+    for plan in plans:
+        with Host("cpu") as host:
+            step = job.step(leads, Memory(plan, host))
+            _, trace = trace_memory(step, job.owned, elsewhere=host.owned)
+        composed = profile.timeline(plan)
+        assert composed.peak_bytes == pytest.approx(trace.peak_bytes, rel=5e-4), plan
+        assert composed.levels[-1].sum() == pytest.approx(trace.alive[-1].sum(), abs=64), plan
+
+
+@pytest.mark.parametrize("leads", [1, 3])
+def test_a_unets_skips_are_held_by_every_segment_that_they_pass_through(leads: int) -> None:
+    config = replace(config_of(leads), model=UNET)
+    job = job_of(config, shapes=replace(SHAPES, grid=(13, 32)))
+    profile = profile_step(job, leads, simple=True)
+    assert profile.units == ("down.0", "down.1", "bottom", "up.0", "up.1", "last")
+    actions: tuple[Action, ...] = ("keep", "recompute", "offload", "simple")
+    plans = plans_of(leads, leads, 10, actions, num_units=6)
+    plans += [whole(action, leads, num_units=6) for action in actions]
     for plan in plans:
         with Host("cpu") as host:
             step = job.step(leads, Memory(plan, host))

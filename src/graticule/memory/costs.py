@@ -168,11 +168,7 @@ class ProfileCosts:
         forward_peak = entered + beside + composition.highest
         composition = Composition(self.profile, None)
         kept = action in ("keep", "simple")
-        if action == "simple":
-            for unit in range(first, last):
-                composition.hold(kind_lead, unit)
-        elif not kept and segment.tiles == 1:
-            composition.hold(kind_lead, first)
+        composition.hold(kind_lead, segment)
         composition.backward(kind_lead, segment)
         if kept:
             simple = self.profile.simple if action == "simple" else None

@@ -204,6 +204,7 @@ class Composition:
         before = self._gap(before, ("forward", lead))
         for segment in self._segments(lead):
             self.forward(lead, segment)
+        self._let_input_go(lead)
         return before
 
     def forward(self, lead: int, segment: Segment) -> None:
@@ -212,11 +213,13 @@ class Composition:
         if segment.action in ("keep", "simple"):
             for unit in units:
                 if segment.action == "simple":
-                    self.hold(lead, unit)
+                    self._hold(lead, self._kept_simply(lead, unit))
                 self._add(self._part("forward", lead, unit, segment=segment), lead)
+                if segment.action == "simple":
+                    self._let_go(lead, unit, unit)
             return
         if segment.action == "offload" or segment.tiles == 1:
-            self.hold(lead, segment.first)
+            self._hold(lead, self._state(lead, segment.first))
         if segment.action == "offload":
             self._send(lead, segment.first)
         if segment.tiles > 1:
@@ -245,7 +248,7 @@ class Composition:
             for unit in reversed(units):
                 self._add(self._part("backward", lead, unit, segment=segment), lead)
                 if segment.action == "simple":
-                    self._release(lead, unit)
+                    self._release(lead, self._kept_simply(lead, unit))
             return
         if segment.tiles > 1:
             if segment.action == "offload":
@@ -271,7 +274,7 @@ class Composition:
                 self._change(-int(before.max()), GATHERED)
             self._add(self._part("backward", lead, unit), lead, again=True)
         if not copied:
-            self._release(lead, segment.first)
+            self._release(lead, self._state(lead, segment.first))
 
     def _recompute(self, lead: int, units: range) -> None:
         for unit in units:
@@ -302,12 +305,28 @@ class Composition:
     def _state(self, lead: int, cut: int) -> dict[int, int]:
         return self.recording.states[self._traced(lead), cut]
 
-    def hold(self, lead: int, cut: int) -> None:
-        for key, size in self._state(lead, cut).items():
+    def _kept_simply(self, lead: int, unit: int) -> dict[int, int]:
+        """What enters a simple unit, and what leaves it if that is a product, which it keeps."""
+        assert self.profile.simple is not None
+        there = self.profile.simple
+        freed = there.units["backward", self._traced(lead, there), unit].freed
+        after = self._state(lead, unit + 1)
+        return self._state(lead, unit) | {key: n for key, n in after.items() if key in freed}
+
+    def hold(self, lead: int, segment: Segment) -> None:
+        """What its forward pass would have: for a backward pass alone."""
+        if segment.action == "simple":
+            for unit in range(segment.first, segment.last):
+                self._hold(lead, self._kept_simply(lead, unit))
+        elif segment.action != "keep" and segment.tiles == 1:
+            self._hold(lead, self._state(lead, segment.first))
+
+    def _hold(self, lead: int, state: dict[int, int]) -> None:
+        for key, size in state.items():
             self.held.setdefault((lead, key), _Held(size)).count += 1
 
-    def _release(self, lead: int, cut: int) -> None:
-        for key, size in self._state(lead, cut).items():
+    def _release(self, lead: int, state: dict[int, int]) -> None:
+        for key, size in state.items():
             held = self.held[lead, key]
             held.count -= 1
             if not held.count:
@@ -323,17 +342,33 @@ class Composition:
             if key not in after and (lead, key) in self.held:
                 self.held[lead, key].let_go = True
 
+    def _let_input_go(self, lead: int) -> None:
+        """The rollout has done so with the model's input. If the first unit keeps it for itself
+        the traces do not show that."""
+        if self._segments(lead)[0].action in ("keep", "simple"):
+            return
+        kept = self._part("backward", lead, 0).freed
+        for key, size in self._state(lead, 0).items():
+            if key in kept and (lead, key) in self.held:
+                self.held[lead, key].let_go = True
+            elif key in kept:
+                self._change(-size)
+
     # Boundaries on the host, as `offload.Host` moves them.
 
     def _send(self, lead: int, cut: int) -> None:
         self.leaving.append((lead, cut))
         self.away.append((lead, cut))
         while len(self.leaving) > self.buffers:
-            self._release(*self.leaving.popleft())
+            self._let_leave()
+
+    def _let_leave(self) -> None:
+        lead, cut = self.leaving.popleft()
+        self._release(lead, self._state(lead, cut))
 
     def _bring_back(self, lead: int, cut: int) -> None:
         while self.leaving:
-            self._release(*self.leaving.popleft())
+            self._let_leave()
         self.away.remove((lead, cut))
         if self.ahead != (lead, cut):
             self._fetch(lead, cut)

@@ -183,8 +183,8 @@ class _NormGelu(torch.autograd.Function):
         scale = rstd if weight is None else rstd * weight.double()
         shift = -mean * scale if bias is None else bias.double() - mean * scale
         lines = torch.stack([scale, shift, mean, rstd]).flatten(1)
-        ctx.norm, ctx.moments, ctx.affine = norm, moments, weight is not None
-        ctx.save_for_backward(x, weight, lines)
+        ctx.norm, ctx.affine = norm, weight is not None
+        ctx.save_for_backward(x, weight, lines, moments)
         for here, target, a, b in _blocks([x, out], _wide(lines[:2], x)):
             target.copy_(_gelu(torch.addcmul(b, here.to(a.dtype), a), norm.most))
         return out
@@ -192,7 +192,7 @@ class _NormGelu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, lines = ctx.saved_tensors
+        x, weight, lines, moments = ctx.saved_tensors
         norm, (batch, features) = ctx.norm, x.shape[:2]
         wide = _wide(lines, x)
         # Per row the sums of d x^ and of d. The gradient of x replaces d.
@@ -217,10 +217,10 @@ class _NormGelu(torch.autograd.Function):
             grads = sums[0].sum(0).to(weight), sums[1].sum(0).to(weight)
         scale, _, mean, rstd = lines
         slope, number = torch.zeros_like(scale), torch.zeros_like(scale)
-        if ctx.moments is not None:
-            norm.learn(ctx.moments)
+        if moments is not None:
+            norm.learn(moments)
             weighted = sums if weight is None else sums * weight.double()
-            means = norm.sum(norm.summed(weighted)) / ctx.moments[0].clamp(min=1)
+            means = norm.sum(norm.summed(weighted)) / moments[0].clamp(min=1)
             by_x, by_one = norm.spread(means, batch).flatten(1)
             # dL/dx as so much of d, so much of x and a number.
             slope = -(rstd**2) * by_x

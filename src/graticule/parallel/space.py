@@ -190,18 +190,19 @@ class StripedTransposedConv(TransposedConv):
 
 class _Nothing(torch.autograd.Function):
     """No points from no points: torch's kernels refuse them. Whatever takes part has a gradient,
-    zero, so that all that waits for gradients goes on."""
+    zero, so that all that waits for gradients goes on. What took part is asked for, as elsewhere:
+    where it is computed again that begins here too, before the exchanges that come next."""
 
     @staticmethod
     def forward(ctx: Any, shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
-        ctx.shapes = [x.shape for x in inputs]
+        ctx.save_for_backward(*inputs)
         out = inputs[0].new_empty(shape)
         assert not out.numel(), shape
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(grads[0].new_zeros(shape) for shape in ctx.shapes)
+        return None, *(grads[0].new_zeros(x.shape) for x in ctx.saved_tensors)
 
 
 def _cut(stripes: Stripes, points: tuple[int, int], path: str) -> Cut:

@@ -12,6 +12,7 @@ part divides by the same W. A channel that is all land has the sum 0 and divides
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from graticule.config import TrainConfig
+from graticule.model.layers import few
 from graticule.parallel.exchange import Link
 
 Denominator = Literal["wet", "channel", "cells"]
@@ -139,6 +141,19 @@ def _gradient_of(sums: Tensor, cell: Tensor) -> Tensor:
     return sums if cell.dtype is torch.bool else cell.to(sums.dtype) * sums
 
 
+def _parts(fields: Tensor) -> Iterator[tuple[int, slice]]:
+    """(sample, channels), so much of (batch, output offset, channel, lat, lon) at a time that what
+    is wide and passes is small beside the fields."""
+    batch, offsets, channels, rows, columns = fields.shape
+    step = max(1, _PART // max(1, offsets * rows * columns))
+    starts = range(0, channels, step)
+    return few((b, slice(first, first + step)) for b in range(batch) for first in starts)
+
+
+_PART = 2**22
+"""Values."""
+
+
 class _AbsoluteError(torch.autograd.Function):
     """Keeps one byte a value for the backward pass, the sign of the error."""
 
@@ -148,12 +163,11 @@ class _AbsoluteError(torch.autograd.Function):
         kept = predicted.shape if learns else (0,)
         sign = torch.empty(kept, dtype=torch.int8, device=predicted.device)
         total = torch.zeros(cell.shape[0], dtype=torch.float64, device=predicted.device)
-        # One sample at a time: the float32 temporaries are those of one sample.
-        for b in range(predicted.shape[0]):
-            difference = error_of(predicted[b], target[b], wet)
+        for b, some in _parts(predicted):
+            difference = error_of(predicted[b, :, some], target[b, :, some], wet[some])
             if learns:
-                sign[b] = torch.sign(difference)
-            total += _by_channel(_weighed(difference.abs_(), cell)).sum(0)
+                sign[b, :, some] = torch.sign(difference)
+            total[some] += _by_channel(_weighed(difference.abs_(), cell[some])).sum(0)
         ctx.save_for_backward(sign, cell)
         ctx.dtype = predicted.dtype
         return total
@@ -173,8 +187,9 @@ class _SquaredError(torch.autograd.Function):
     def forward(ctx: Any, predicted: Tensor, target: Tensor, cell: Tensor, wet: Tensor) -> Tensor:
         difference = error_of(predicted, target, wet)
         total = torch.zeros(cell.shape[0], dtype=torch.float64, device=predicted.device)
-        for one in difference:
-            total += _by_channel(_weighed(one.square(), cell)).sum(0)
+        for b, some in _parts(predicted):
+            square = difference[b, :, some].square()
+            total[some] += _by_channel(_weighed(square, cell[some])).sum(0)
         ctx.save_for_backward(difference, cell)
         ctx.dtype = predicted.dtype
         return total
