@@ -34,8 +34,6 @@ from graticule.memory.recording import (
     Marks,
     Part,
     Recording,
-    count_flops,
-    count_tiled,
     record,
 )
 from graticule.memory.trace import ACTIVATIONS, GATHERED
@@ -121,21 +119,25 @@ def profile_step(job: Job, leads: int, *, tiles: int = 1, simple: bool = False) 
         whole = (Segment(0, len(marks.names), "keep"),)
         num = min(leads, 4)
         wise = record(job, num, Marks(plan=Plan((whole,) * num, lead_wise=True)))
-    tiled = None
+    tiled, tiled_flops = None, 0.0
     if tiles > 1 and marks.spans:
-        tiled = record(job, min(leads, 3), Marks(tiles=tiles))
+        rows = Marks(tiles=tiles)
+        tiled = record(job, min(leads, 3), rows)
+        (span,) = marks.spans.items()
+        tiled_flops = rows.span_flops(*span) - marks.span_flops(*span)
     plainly = record(job, min(leads, 3), Marks(action="simple")) if simple else None
     recordings = [keep, recompute, *(one for one in (wise, tiled, plainly) if one)]
     known = [name for recording in recordings for name in recording.owners]
     owners = tuple(dict.fromkeys([*known, GATHERED, BOUNDARIES, RECOMPUTED]))
-    flops, tail_flops, whole_flops = count_flops(job)
+    forward = [marks.forward_flops(unit) for unit in range(len(marks.names))]
     return Profile(
         units=marks.names, leads=leads, owners=owners, keep=keep.ordered(owners),
         recompute=recompute.ordered(owners), lead_wise=wise and wise.ordered(owners),
-        flops=flops, tail_flops=tail_flops, tiles=tiles if tiled else 1,
+        flops=tuple(whole for _, whole in forward),
+        tail_flops=tuple(whole - saved for saved, whole in forward), tiles=tiles if tiled else 1,
         tiled=tiled and tiled.ordered(owners), spans=marks.spans if tiled else {},
         simple=plainly and plainly.ordered(owners),
-        tiled_flops=count_tiled(job, tiles) - whole_flops if tiled else 0.0,
+        tiled_flops=tiled_flops,
     )  # fmt: skip
 
 

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from graticule.memory.apply import Memory, simple_checkpoint
 from graticule.memory.plan import Action
@@ -29,15 +30,33 @@ class _Seam(torch.autograd.Function):
     """Nothing to the numbers; the backward pass leaves a mark when it comes by."""
 
     @staticmethod
-    def forward(ctx: Any, name: tuple[str, int, int], *state: Tensor) -> tuple[Tensor, ...]:
-        ctx.name = name
+    def forward(ctx: Any, passing: Callable[[], None], *state: Tensor) -> tuple[Tensor, ...]:
+        ctx.passing = passing
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in state)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        mark(ctx.name)
+        ctx.passing()
         return (None, *grads)
+
+
+class FlopTally(TorchDispatchMode):
+    """FLOPs so far, by PyTorch's own formulas (`torch.utils.flop_counter`, whose counter would keep
+    tensors alive)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        formula = flop_registry.get(function._overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=out)
+        return out
 
 
 @dataclass(eq=False)
@@ -48,7 +67,8 @@ class Marks(Memory):
     tiles: in how many row tiles units run that can; with 1 as they are.
     states: by (lead, cut): bytes of the storages of the state there, by their number in the trace.
     Of the newest run of a lead. names: of the units. spans: of those that can run in row tiles, by
-    the first, where the units after them begin.
+    the first, where the units after them begin. flops: so far, at a mark and at the last tensor
+    that a unit saves.
     """
 
     action: Action = "keep"
@@ -56,6 +76,8 @@ class Marks(Memory):
     states: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     spans: dict[int, int] = field(default_factory=dict)
+    tally: FlopTally = field(default_factory=FlopTally)
+    flops: dict[tuple[str, int, int], float] = field(default_factory=dict)
 
     def runner(self, lead: int) -> tuple[Runner, ...]:
         return (lambda units, state: self._run(lead, units, state),)
@@ -69,19 +91,33 @@ class Marks(Memory):
         number = 0
         while number < len(units):
             self._note(lead, number, state)
-            mark((name, lead, number))
+            self._mark(name, lead, number)
             if graph and any(tensor.requires_grad for tensor in state):
-                state = _Seam.apply(("seam", lead, number), *state)
+                state = _Seam.apply(partial(self._mark, "seam", lead, number), *state)
             run, further = units[number].run, 1
             if self.tiles > 1 and (tiled := units[number].tiled):
                 run, further = partial(tiled.run, self.tiles), tiled.num_units
             state = self._unit(lead, number, run, state)
             number += further
         if graph:
-            state = _Seam.apply(("seam", lead, len(units)), *state)
+            state = _Seam.apply(partial(self._mark, "seam", lead, len(units)), *state)
         self._note(lead, len(units), state)
-        mark((name, lead, len(units)))
+        self._mark(name, lead, len(units))
         return state
+
+    def _mark(self, what: str, lead: int, number: int) -> None:
+        mark((what, lead, number))
+        self.flops[what, lead, number] = self.tally.total
+
+    def forward_flops(self, unit: int) -> tuple[float, float]:
+        """Of a unit of lead 1, up to the last tensor it saves and in all."""
+        began, ended = (self.flops["unit", 1, cut] for cut in (unit, unit + 1))
+        return self.flops.get(("saved", 1, unit), began) - began, ended - began
+
+    def span_flops(self, first: int, last: int) -> float:
+        """Of these units of lead 1, forward and backward."""
+        forward = self.flops["unit", 1, last] - self.flops["unit", 1, first]
+        return forward + self.flops["seam", 1, first] - self.flops["seam", 1, last]
 
     def _note(self, lead: int, cut: int, state: State) -> None:
         self.states[lead, cut] = own(BOUNDARIES, state)
@@ -95,7 +131,7 @@ class Marks(Memory):
             return simple_checkpoint(run, *state)
 
         def pack(tensor: Tensor) -> Tensor:
-            mark(("saved", lead, number))
+            self._mark("saved", lead, number)
             return tensor.detach()
 
         def unpack(tensor: Tensor) -> Tensor:
@@ -267,50 +303,10 @@ class Job(Protocol):
 def record(job: Job, leads: int, marks: Marks) -> Recording:
     """The trace of a step of so many leads that runs with `marks`."""
     step = job.step(leads, marks)
-    _, trace = trace_memory(step, job.owned)
+
+    def counted() -> None:
+        with marks.tally:
+            step()
+
+    _, trace = trace_memory(counted, job.owned)
     return Recording.of(trace, marks)
-
-
-@dataclass(eq=False)
-class _Counting(Memory):
-    """Counts what each unit of a lead computes, up to its last saved tensor and in all."""
-
-    counter: FlopCounterMode | None = None
-    flops: list[float] = field(default_factory=list)
-    tails: list[float] = field(default_factory=list)
-
-    def runner(self, lead: int) -> tuple[Runner, ...]:
-        return (self._run,)
-
-    def _run(self, units: Sequence[Unit], state: State) -> State:
-        assert self.counter is not None
-        counted = self.counter.get_total_flops
-        for unit in units:
-            before = saved = counted()
-
-            def pack(tensor: Tensor) -> Tensor:
-                nonlocal saved
-                saved = counted()
-                return tensor
-
-            with saved_tensors_hooks(pack, lambda tensor: tensor):
-                state = unit.run(*state)
-            self.flops.append(counted() - before)
-            self.tails.append(counted() - saved)
-        return state
-
-
-def count_flops(job: Job) -> tuple[tuple[float, ...], tuple[float, ...], float]:
-    """Of each unit's forward; of what comes after its last saved tensor; of a whole step."""
-    # In a pass of its own: the counter keeps tensors alive.
-    with FlopCounterMode(display=False) as counter:
-        counting = _Counting(counter=counter)
-        job.step(1, counting)()
-        return tuple(counting.flops), tuple(counting.tails), counter.get_total_flops()
-
-
-def count_tiled(job: Job, tiles: int) -> float:
-    """Of a whole step whose units run in so many row tiles where they can."""
-    with FlopCounterMode(display=False) as counter:
-        job.step(1, Marks(tiles=tiles))()
-        return counter.get_total_flops()
