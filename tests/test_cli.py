@@ -236,7 +236,7 @@ def test_a_budget_changes_no_number_of_a_training_and_its_plan_is_stored(
     capsys.readouterr()
     assert main(["plan", "demo", *settings, "--device", "cpu", "--json"]) == 0
     least = json.loads(capsys.readouterr().out)["least_budget_gib"]
-    budget = f"{1.1 * least * 2**30:.0f}"
+    budget = f"{1.02 * least * 2**30:.0f}"
     assert main(["train", "demo", "--out", str(out), "--budget", budget, *settings]) == 0
     told = json.loads((out / "plan.json").read_text())
     assert told["budget"] == int(budget) >= told["peak"]
@@ -482,8 +482,12 @@ def test_a_forecast_says_its_simulated_years_per_day(
     starts = ["--start", "2003-03-02", "--start", "2003-02-25"]
     assert main(["forecast", str(trained), "--out", out, *starts]) == 0
     said = capsys.readouterr().out
-    assert f"{out}: 2 starts x 2 leads, " in said
-    assert said.endswith(" simulated years per day\n")
+    first, rate, parts = said.splitlines()[-3:]
+    assert first == f"{out}: 2 starts x 2 leads"
+    assert " simulated years per day: " in rate
+    assert "compute " in parts
+    assert main(["forecast", str(trained), "--out", out, *starts, "--resume"]) == 0
+    assert capsys.readouterr().out.endswith("it was complete already: nothing was computed\n")
     with open_forecast(out) as written:
         assert [f"{date:%m-%d}" for date in written.init_times] == ["02-25", "03-02"]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from graticule.config import (
+    BayesConfig,
     Config,
     DataConfig,
     EvaluateConfig,
@@ -24,7 +25,7 @@ from graticule.config import (
 
 SECTIONS = {"data": DataConfig, "model": SwinConfig, "mesh": MeshConfig, "train": TrainConfig,
             "memory": MemoryConfig, "forecast": ForecastConfig,
-            "evaluate": EvaluateConfig}  # fmt: skip
+            "evaluate": EvaluateConfig, "bayes": BayesConfig}  # fmt: skip
 
 
 def after(*settings: str) -> Config:
@@ -343,7 +344,10 @@ def changed(value: Any, path: str) -> list[Any]:
         "train.schedule": ["constant"], "train.precision": ["bf16"], "train.betas": [[0.9, 0.9]],
         "train.ema_decay": [0.5], "forecast.split": ["train"], "forecast.weights": ["last"],
         "evaluate.climatology": ["all", "month"], "evaluate.region": [[0, 1, 2, 3]],
+        "evaluate.thresholds": [["x>1"], ["x>1", "y@5<-2.5e-3"]], "evaluate.point": [[45, -30.5]],
         "memory.budget": ["40GiB"], "memory.mode": ["paper", "full", "none"],
+        "bayes.prior": ["scaled", "start"], "bayes.sigma_map": ["exp"], "bayes.alpha": [0.5],
+        "bayes.likelihood": ["gaussian"],
     }  # fmt: skip
     if path in special:
         return special[path]
@@ -358,7 +362,10 @@ ONE_VALUE_ONLY = {"model.family", "mesh.member"}
 
 
 # What a field cannot be set without.
-NEEDS = {"train.epochs": {"steps": 0}, "train.dynamic_scale_limit": {"dynamic_scale": "inverse"}}
+NEEDS: dict[str, dict[str, Any]] = {
+    "train.epochs": {"steps": 0}, "train.dynamic_scale_limit": {"dynamic_scale": "inverse"},
+    "bayes.weights": {"likelihood": "gaussian"}, "bayes.members": {"likelihood": "crps"},
+}  # fmt: skip
 
 
 def test_the_fingerprint_changes_with_any_value_of_any_section() -> None:

@@ -21,6 +21,7 @@ from graticule.data.times import TimeAxis
 from graticule.data.writer import StoreWriter
 from graticule.evaluate import evaluate
 from graticule.forecast import clock as clock_module
+from graticule.forecast import predict as predict_module
 from graticule.forecast.clock import Timing
 from graticule.forecast.reader import open_forecast
 from graticule.forecast.rollout import rollout
@@ -399,6 +400,35 @@ def test_a_run_forecasts_every_nth_start_of_its_test_split(trained: Path, store:
     assert np.isfinite(scores.rmse()).all()
 
 
+def test_a_stopped_forecast_of_a_run_goes_on_also_where_other_leads_are_logged(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, settings = tmp_path / "f.zarr", ["forecast.split=validation", "forecast.restart_every=1"]
+    with monkeypatch.context() as patch:
+        seen = itertools.count(1)
+
+        def once(*given: Any) -> None:
+            if next(seen) == 2:
+                raise ValueError("enough")
+
+        patch.setattr(predict_module, "_refuse_not_finite", once)
+        with pytest.raises(ValueError, match="enough"):
+            forecast_from_run(trained, out, settings=settings, device="cpu")
+    with pytest.raises(ValueError, match=r"exists already .* go on with it \(--resume\)"):
+        forecast_from_run(trained, out, settings=settings, device="cpu")
+    with pytest.raises(ValueError, match=r"weights moving average there, last here"):
+        forecast_from_run(
+            trained, out, settings=[*settings, "forecast.weights=last"], device="cpu", resume=True
+        )
+    made = forecast_from_run(
+        trained, out, settings=[*settings, "forecast.log_every=1"], device="cpu", resume=True
+    )
+    assert made["simulated_years"] == pytest.approx(made["num_starts"] / 365.25)  # the second lead
+    assert set(made["parts"]) == set(clock_module.PARTS)
+    forecast_from_run(trained, tmp_path / "whole.zarr", settings=settings, device="cpu")
+    np.testing.assert_array_equal(last_field(out), last_field(tmp_path / "whole.zarr"))
+
+
 def test_starts_are_sorted_and_one_named_twice_counts_once(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "f.nc"
     dates = ["2003-03-14", "2003-02-23", "2003-03-14T00:00"]
@@ -478,6 +508,7 @@ def test_a_store_of_another_grid_or_other_units_is_refused(
         (["train.steps=9"], "a finished run keeps its configuration"),
         (["forecast.lead=9"], "did you mean .*forecast.leads"),
         (["forecast.leads=0"], "forecast.leads=0 must be at least 1"),
+        (["forecast.log_every=-1"], r"forecast.log_every=-1 must be at least 0 \(0: never\)"),
     ],
 )
 def test_only_the_forecast_can_be_set_for_a_finished_run(

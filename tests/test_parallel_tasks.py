@@ -208,4 +208,6 @@ def test_commands_of_two_processes_speak_and_write_once(
     assert "2 forecast fields" in first[1][1]
     assert [text for _, text in second] == ["", "", ""]
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["f.scores.csv", "f.scores.json", "f.spectra.nc", "f.zarr"]
+    assert names == [
+        "f.log.jsonl", "f.scores.csv", "f.scores.json", "f.spectra.nc", "f.timing.jsonl", "f.zarr"
+    ]  # fmt: skip

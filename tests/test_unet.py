@@ -411,9 +411,9 @@ def test_a_grid_without_room_is_refused(grid: tuple[int, int], message: str) -> 
         (["model.factor=0"], r"model\.factor=0 must be at least 1"),
         (["model.activation_max=-1"], r"model\.activation_max=-1\.0 must be at least 0"),
         (["model.norm=layer"], r"model\.norm='layer': .*'batch', 'instance' or 'group'"),
-        (["model.patch=4"], r"unknown key model\.patch: it is one of the family swin, and this is"
-                            r" of unet \(keys here: family, widths"),
-        (["model.width=4"], r"unknown key model\.width: it is one of the family swin"),
+        (["model.patch=4"], r"unknown key model\.patch: it is one of the family swin and beast, and"
+                            r" this is of unet \(keys here: family, widths"),
+        (["model.width=4"], r"unknown key model\.width: it is one of the family swin and beast"),
         (["model.family=swin"], r"the recipe's model is of the family unet"),
         (["model.widht=4"], r"unknown key model\.widht; did you mean model\.width"),
     ],
@@ -428,7 +428,7 @@ def test_a_key_of_the_unet_is_refused_for_a_swin_model() -> None:
         ValueError, match=r"model\.factor: it is one of the family unet, and this is"
     ):
         override(Config(), ["model.factor=3"])
-    with pytest.raises(ValueError, match=r"model\.family='cnn': there are swin and unet"):
+    with pytest.raises(ValueError, match=r"model\.family='cnn': there are swin and unet and beast"):
         from_dict({"model": {"family": "cnn"}})
     with pytest.raises(ValueError, match=r"model\.widths: it is one of the family unet"):
         from_dict({"model": {"widths": [4]}})

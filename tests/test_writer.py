@@ -19,8 +19,9 @@ import xarray as xr
 import zarr
 
 from graticule.data.times import MEAN_MONTH_SECONDS
+from graticule.forecast.levels import layouts
 from graticule.forecast.reader import open_forecast
-from graticule.forecast.writer import ForecastWriter, layouts
+from graticule.forecast.writer import ForecastWriter
 from graticule.grid import Grid
 from graticule.variables import Channel, Channels
 

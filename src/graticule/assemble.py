@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,16 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from graticule.config import Config, UNetConfig
+from graticule.config import BeastConfig, Config, UNetConfig
 from graticule.data.samples import SampleSource
 from graticule.data.store import Store
+from graticule.keyed import keyed_seed
 from graticule.mesh import SAMPLE, Mesh, Stripes
+from graticule.model.bayes import Prior, make_bayesian
+from graticule.model.beast import Beast
+from graticule.model.draws import Draw
 from graticule.model.family import Model
+from graticule.model.nice import Nice
 from graticule.model.norm_gelu import BatchNormGelu
 from graticule.model.swin import Swin
 from graticule.model.unet import UNet
@@ -144,12 +149,35 @@ def build_model(
 
 def _unplaced(config: Config, shapes: Shapes, dtype: torch.dtype) -> Model:
     """The configured model with its parameters on `meta` and its buffers in memory."""
+    model, bayes, seed = _of_family(config, shapes, dtype), config.bayes, config.train.seed
+    if bayes.weights:
+
+        def key(name: str) -> int:
+            return keyed_seed(seed, "sample", int.from_bytes(name.encode(), "little"))
+
+        make_bayesian(
+            model,
+            key=key,
+            prior=Prior(kind=bayes.prior, sigma=bayes.prior_sigma),
+            sigma_map=bayes.sigma_map,
+            initial_sigma=bayes.initial_sigma,
+        )
+    return model
+
+
+def _of_family(config: Config, shapes: Shapes, dtype: torch.dtype) -> Model:
+    """The same before its weights become distributions."""
     model = config.model
     newest = (shapes.num_inputs - 1) * shapes.num_prognostic
     if isinstance(model, UNetConfig) and config.train.precision == "paper":
         raise ValueError(
             "train.precision=paper is how TERRA was trained, which is of the family swin; a U-Net"
             " computes its last convolution in float32 with bf16 or fp16 too"
+        )
+    if isinstance(model, BeastConfig) and config.train.precision == "paper":
+        raise ValueError(
+            "train.precision=paper is how TERRA was trained, which is of the family swin; BEAST is"
+            " trained in bf16"
         )
     precision = PRECISIONS[config.train.precision]
     if dtype is not torch.float32:
@@ -174,6 +202,24 @@ def _unplaced(config: Config, shapes: Shapes, dtype: torch.dtype) -> Model:
                 most=model.activation_max,
                 upsampling=model.upsampling,
                 position_features=model.position_features,
+            ).to(dtype=dtype)
+        if isinstance(model, BeastConfig):
+            return Beast(
+                **told,
+                patch=model.patch,
+                width=model.width,
+                depth=model.depth,
+                inner_depth=model.inner_depth,
+                heads=model.heads,
+                inner_heads=model.inner_heads,
+                window=model.window_shape,
+                inner_window=model.inner_window_shape,
+                mlp_ratio=model.mlp_ratio,
+                norm_groups=model.norm_groups,
+                num_noise=model.nice_noise,
+                nice_hidden=model.nice_hidden,
+                gated=model.nice_gate,
+                noise_key=keyed_seed(config.train.seed, "nice"),
             ).to(dtype=dtype)
         return Swin(
             **told,
@@ -233,6 +279,7 @@ def assemble(
     All ranks call it together. ValueError where a layout does not suit the model.
     """
     settings = config.mesh
+    require_no_members(config)
     _require_axes(config, mesh)
     model = _unplaced(config, shapes, dtype)
     if isinstance(model, UNet) and model.seam and mesh.rank == 0:
@@ -272,6 +319,17 @@ def assemble(
     return Running(model=model, mesh=mesh, stripes=stripes, shared=shared, links=tuple(links))
 
 
+def require_no_members(config: Config) -> None:
+    """ValueError for what takes a draw: training and forecasting ask for none yet."""
+    if isinstance(config.model, BeastConfig) or config.bayes.draws:
+        raise ValueError(
+            f"{config.name or 'this model'} computes members of an ensemble, and members are not"
+            " trained yet, nor forecast with: `graticule info` tells what such a model is and"
+            " costs; to train, take a recipe of another family with bayes.weights=false and"
+            " bayes.likelihood=none"
+        )
+
+
 @cache
 def _say_once(what: str) -> None:
     _log.warning("%s", what)
@@ -303,7 +361,9 @@ def describe(config: Config, shapes: Shapes) -> dict[str, Any]:
     convolutions. Attention goes by formula, 4 x tokens x window tokens x width per block, since
     the kernel that runs it differs from device to device. A training step costs 3 times the
     forward of linears and convolutions and 3.5 times that of attention (two gradients, and
-    scores computed anew), for one sample and all of its leads.
+    scores computed anew), for one sample, one member and all of its leads. What conditions BEAST's
+    norms is told by itself (`forward_flops_noise`) and in no sum, as published; so is the
+    embedding, which is in `dense`.
     """
     if shapes.grid[0] * shapes.grid[1] < 1:
         raise ValueError(f"data.grid={shapes.grid} holds no point")
@@ -311,14 +371,18 @@ def describe(config: Config, shapes: Shapes) -> dict[str, Any]:
     for module in model.modules():
         if isinstance(module, Attend):
             module.forward = _uncounted  # type: ignore[method-assign, assignment]
+        elif isinstance(module, Nice):
+            module.forward = partial(_silent, module)  # type: ignore[method-assign]
     field = torch.empty(1, shapes.in_channels, *shapes.grid, device="meta")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(field)
+        model(field, draw=Draw(step=0, member=0, items=(0,)))
     dense = counter.get_total_flops()
     attention = 0
     if isinstance(model, Swin):
         tokens, width = model.num_tokens, model.recover.linear.weight.shape[1]
         attention = 4 * tokens * model.windows.window_tokens * width * len(model.blocks)
+    if isinstance(model, Beast):
+        attention = model.attention_flops
     return {
         "recipe": config.name,
         "family": config.model.family,
@@ -326,6 +390,7 @@ def describe(config: Config, shapes: Shapes) -> dict[str, Any]:
         "grid": list(shapes.grid),
         **(_of_swin(model) if isinstance(model, Swin) else {}),
         **(_of_unet(model) if isinstance(model, UNet) else {}),
+        **(_of_beast(model) if isinstance(model, Beast) else {}),
         "in_channels": shapes.in_channels,
         "out_channels": shapes.out_channels,
         "forward_flops": dense + attention,
@@ -360,6 +425,47 @@ def _of_unet(model: UNet) -> dict[str, Any]:
         ],
         "seam": model.seam,
     }
+
+
+def _of_beast(model: Beast) -> dict[str, Any]:
+    """stages: of each its grid of tokens, features, blocks, windows, their tokens and parameters.
+    forward_flops_embedding: of embedding and recovery, by formula. forward_flops_noise: of what
+    conditions the norms. parameters_of: those of means, deviations, and all others."""
+    names = {name: p.numel() for name, p in model.named_parameters()}
+    rho = sum(count for name, count in names.items() if name.endswith("_rho"))
+    means = sum(count for name, count in names.items() if f"{name}_rho" in names)
+    patches = model.scales[1][0] * model.scales[1][1]
+    ends = model.embed.linear.weight.shape[1], model.recover.linear.weight.shape[0]
+    width, square = model.first.width, model.embed.patch**2
+    return {
+        "stages": [
+            {
+                "name": name,
+                "grid": list(stage.grid.tokens),
+                "features": stage.width,
+                "blocks": len(stage.blocks),
+                "windows": stage.grid.num_windows,
+                "window": list(stage.grid.window),
+                "parameters": sum(p.numel() for p in stage.parameters()),
+            }
+            for name, stage in model.stages.items()
+        ],
+        "parameters_of": {
+            "means": means,
+            "deviations": rho,
+            "others": sum(names.values()) - means - rho,
+        },
+        "forward_flops_embedding": 2 * (patches // square) * sum(ends) * width,
+        "forward_flops_noise": sum(
+            module.forward_flops for module in model.modules() if isinstance(module, Nice)
+        ),
+    }
+
+
+def _silent(nice: Nice, num_samples: int) -> torch.Tensor:
+    """In the place of a norm's conditioning while linears and convolutions are counted."""
+    bias = nice.second.bias
+    return bias.new_zeros(nice.norms, num_samples, nice.parts, bias.shape[1] // nice.parts)
 
 
 def _uncounted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:

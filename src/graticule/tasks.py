@@ -19,7 +19,14 @@ from graticule.config import Config, from_dict, override
 from graticule.data.samples import SampleSource
 from graticule.data.statistics import Statistics
 from graticule.data.store import Store
-from graticule.evaluate import OceanScores, Scores, evaluate, load_ocean
+from graticule.evaluate import (
+    EnsembleScores,
+    OceanScores,
+    Scores,
+    evaluate,
+    load_ensemble,
+    load_ocean,
+)
 from graticule.evaluate.scores import FORMAT as SCORES_FORMAT
 from graticule.evaluate.spectra import Spectra
 from graticule.forecast.clock import timing_path
@@ -305,6 +312,8 @@ def evaluate_forecast(
         climatology=config.evaluate.climatology,
         region=config.evaluate.region,
         statistics_std=std,
+        thresholds=config.evaluate.thresholds,
+        point=config.evaluate.point,
         progress=progress,
     )  # fmt: skip
 
@@ -334,11 +343,12 @@ def scores_of(
 
     force: made anew. ValueError where what is there belongs to another forecast.
     """
-    _, json_path, spectra_path, ocean_path = _score_files(path)
+    _, json_path, spectra_path, ocean_path, ensemble_path = _score_files(path)
     if not force and json_path.is_file() and spectra_path.is_file():
         read, spectra = _read_scores(json_path, path), Spectra.load(spectra_path)
         _require_same_forecast(read, spectra.attributes, len(spectra.lead_seconds), spectra_path)
-        if not (read.get("ocean") and not ocean_path.is_file()):
+        beside = {"ocean": ocean_path, "ensemble": ensemble_path}
+        if all(at.is_file() for kind, at in beside.items() if read.get(kind)):
             return read, spectra
     began = time.perf_counter()
     with bar(f"scoring {path.parent.name}/{path.name}", "fields") as advance:
@@ -356,12 +366,23 @@ def scores_of(
 def ocean_of(path: Path, scores: dict[str, Any]) -> OceanScores | None:
     """The scores by depth beside a forecast, which `scores_of` makes with the others; None where
     these are of no ocean. ValueError where what is there belongs to other scores."""
-    *_, ocean_path = _score_files(path)
+    *_, ocean_path, _ = _score_files(path)
     if not (scores.get("ocean") and ocean_path.is_file()):
         return None
     ocean = load_ocean(ocean_path)
     _require_same_forecast(scores, ocean.attributes, ocean.valid_seconds.shape[1], ocean_path)
     return ocean
+
+
+def ensemble_of(path: Path, scores: dict[str, Any]) -> EnsembleScores | None:
+    """The scores of the members beside a forecast; None where these are of none. ValueError where
+    what is there belongs to other scores."""
+    *_, ensemble_path = _score_files(path)
+    if not (scores.get("ensemble") and ensemble_path.is_file()):
+        return None
+    found = load_ensemble(ensemble_path)
+    _require_same_forecast(scores, found.attributes, len(found.lead_seconds), ensemble_path)
+    return found
 
 
 def _require_same_forecast(
@@ -395,12 +416,12 @@ def _text(value: Any) -> str:
 
 
 def save_scores(scores: Scores, forecast_path: Path, *, force: bool = False) -> None:
-    """Write the table of scores, their JSON, the spectra and an ocean's scores by depth beside a
-    forecast.
+    """Write the table of scores, their JSON, the spectra, an ocean's scores by depth and an
+    ensemble's scores beside a forecast.
 
     What is there is kept, scored perhaps in a region; with `force` it is replaced.
     """
-    csv_path, json_path, spectra_path, ocean_path = _score_files(forecast_path)
+    csv_path, json_path, spectra_path, ocean_path, ensemble_path = _score_files(forecast_path)
     if force or not csv_path.exists():
         scores.write_csv(csv_path, force=force)
     if force or not json_path.exists():
@@ -409,10 +430,12 @@ def save_scores(scores: Scores, forecast_path: Path, *, force: bool = False) -> 
         scores.write_spectra(spectra_path, force=force)
     if scores.ocean is not None and (force or not ocean_path.exists()):
         scores.write_ocean(ocean_path, force=force)
+    if scores.ensemble is not None and (force or not ensemble_path.exists()):
+        scores.write_ensemble(ensemble_path, force=force)
 
 
 def _score_files(forecast_path: Path) -> list[Path]:
-    suffixes = (".scores.csv", ".scores.json", ".spectra.nc", ".ocean.nc")
+    suffixes = (".scores.csv", ".scores.json", ".spectra.nc", ".ocean.nc", ".ensemble.nc")
     return [forecast_path.with_suffix(suffix) for suffix in suffixes]
 
 
@@ -476,12 +499,16 @@ def report_run(
     path = forecast_path or plan.run / "forecast.zarr"
     opened = Opened.read(path) if forecast_path or path.exists() else None
     scores, spectra = scored(path, "The forecast") if opened else (None, None)
-    ocean = None
+    ocean, ensemble = None, None
     if scores:
         try:
             ocean = ocean_of(path, scores)
         except ValueError as error:
             troubles.append(f"The forecast has no scores by depth here: {error}")
+        try:
+            ensemble = ensemble_of(path, scores)
+        except ValueError as error:
+            troubles.append(f"The forecast has no scores of its members here: {error}")
     others, others_scores = {}, {}
     for label, other in plan.others.items():
         others[label] = RunFolder.read(other)
@@ -500,6 +527,7 @@ def report_run(
         scores=scores,
         spectra=spectra,
         ocean=ocean,
+        ensemble=ensemble,
         store=_store_at(store or truth),
         training_store=_store_at(trained_on) or _store_at(store or ""),
         others=others,

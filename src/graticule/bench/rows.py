@@ -28,7 +28,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """what: the row's name. ours, against: medians in `unit`. goal: the ratio that is wanted;
+    """what: the row's name. ours, against: medians in `unit`; None: not measured, and the note
+    says why. goal: the ratio that is wanted;
     None: no ratio is, and nothing holds or fails.
 
     at_most: the goal is the largest ratio that holds (errors), not the least (rates).
@@ -37,21 +38,25 @@ class Row:
     """
 
     what: str
-    ours: float
-    against: float
+    ours: float | None
+    against: float | None
     goal: float | None
     unit: str = ""
     note: str = ""
     at_most: bool = False
     within: float | None = None
-    ratio: float = field(init=False)
+    ratio: float | None = field(init=False)
     holds: bool | None = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", self.ours / self.against)
-        holds = None
-        if self.goal is not None and self.within is not None:
-            holds = abs(self.ratio - self.goal) <= self.within
+        ratio, holds = None, None
+        if self.ours is not None and self.against is not None:
+            ratio = self.ours / self.against
+        object.__setattr__(self, "ratio", ratio)
+        if ratio is None:
+            pass
+        elif self.goal is not None and self.within is not None:
+            holds = abs(ratio - self.goal) <= self.within
         elif self.goal is not None:
-            holds = self.ratio <= self.goal if self.at_most else self.ratio >= self.goal
+            holds = ratio <= self.goal if self.at_most else ratio >= self.goal
         object.__setattr__(self, "holds", holds)

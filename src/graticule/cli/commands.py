@@ -142,6 +142,19 @@ def run_info(options: argparse.Namespace) -> int:
             f"grid {by(info['grid'])}, padded {by(info['padded_shape'])}, {info['tokens']:,} tokens"
             f" in {info['windows']:,} windows, {channels}"
         ]
+    elif info["family"] == "beast":
+        shape = [f"grid {by(info['grid'])}, {channels}, {config.model.words}"]
+        for stage in info["stages"]:
+            shape.append(
+                f"  {stage['name']:8} {by(stage['grid']):>12} tokens of {stage['features']:5}"
+                f" features, {stage['blocks']} blocks, {stage['windows']} windows of"
+                f" {by(stage['window'])}   {stage['parameters']:>13,}"
+            )
+        of = info["parameters_of"]
+        shape.append(
+            f"  of the parameters {of['means']:,} are means, {of['deviations']:,} deviations,"
+            f" {of['others']:,} plain numbers"
+        )
     else:
         shape = [f"grid {by(info['grid'])}, {channels}, {config.model.words}"]
         for stage in info["stages"]:
@@ -152,10 +165,15 @@ def run_info(options: argparse.Namespace) -> int:
             )
         shape += [info["seam"]] if info["seam"] else []
     parts = "convolutions"
-    if info["family"] == "swin":
+    if info["family"] != "unet":
         parts = (
             f"linears and convolutions {_flop(info['forward_flops_dense'])}, attention"
             f" {_flop(info['forward_flops_attention'])}"
+        )
+    if info["family"] == "beast":
+        parts += (
+            f"; of the linears embedding and recovery {_flop(info['forward_flops_embedding'])};"
+            f" not counted: the norms' noise {_flop(info['forward_flops_noise'])}"
         )
     text = [
         f"{info['recipe']}: {info['parameters']:,} parameters",
@@ -332,11 +350,12 @@ def _evaluate(options: argparse.Namespace) -> int:
     csv, json = (base.with_name(base.name + suffix) for suffix in (".csv", ".json"))
     spectra = base.with_name(base.name.removesuffix(".scores") + ".spectra.nc")
     ocean = base.with_name(base.name.removesuffix(".scores") + ".ocean.nc")
+    ensemble = base.with_name(base.name.removesuffix(".scores") + ".ensemble.nc")
     if not os.access(base.parent, os.W_OK):
         raise ValueError(
             f"{base.parent} permission denied, or no such folder; name another with --out"
         )
-    for path in (csv, json, spectra, ocean):
+    for path in (csv, json, spectra, ocean, ensemble):
         if path.exists() and not options.force:  # before hours of reading
             raise ValueError(f"{path} exists already: name others with --out, or give --force")
     began = time.perf_counter()
@@ -351,6 +370,8 @@ def _evaluate(options: argparse.Namespace) -> int:
         scores.write_spectra(spectra, force=options.force)
         if scores.ocean is not None:
             scores.write_ocean(ocean, force=options.force)
+        if scores.ensemble is not None:
+            scores.write_ensemble(ensemble, force=options.force)
 
     everyone().first(write)
     if options.here.speaks:
@@ -440,12 +461,19 @@ def run_bench(options: argparse.Namespace) -> int:
     )
     result = run(options.name, setting)
     lines = [
-        f"{row['what']:12} ours {row['ours']:10.4g}  against {row['against']:10.4g} {row['unit']}"
-        f"  ratio {row['ratio']:.3f}  {_goal(row)}\n             {row['note']}"
-        for row in result["rows"]
+        f"{row['what']:12} {_measured(row)}\n             {row['note']}" for row in result["rows"]
     ]
     print_result(options, result, lambda: "\n".join(lines))
     return 0
+
+
+def _measured(row: dict[str, Any]) -> str:
+    if row["ratio"] is None:
+        return "not measured"
+    return (
+        f"ours {row['ours']:10.4g}  against {row['against']:10.4g} {row['unit']}"
+        f"  ratio {row['ratio']:.3f}  {_goal(row)}"
+    )
 
 
 def _goal(row: dict[str, Any]) -> str:

@@ -286,7 +286,8 @@ def build_parser() -> Parser:
         ("graticule evaluate runs/first/forecast.zarr",
          "graticule evaluate runs/first/forecast.zarr --force --set"
          " evaluate.region=170,-170,-30,30",
-         "graticule evaluate runs/one.nc --store data/planet.zarr --out runs/one.scores"),
+         "graticule evaluate runs/one.nc --store data/planet.zarr --out runs/one.scores",
+         "graticule evaluate runs/many.zarr --set 'evaluate.thresholds=u>10,h<900'"),
         sets=True,
     )  # fmt: skip
     evaluate.add_argument("forecast", metavar="FORECAST")

@@ -1,11 +1,15 @@
 """Which data a run sees, what it forecasts from them, and how it is scored."""
 
+import math
+import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 
 from graticule.config.values import FORBID, require
+
+_THRESHOLD = re.compile(r"(?P<name>[^<>]*[^<>\s][^<>]*)(?P<sign>[<>])(?P<value>[^<>=]+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,10 +129,38 @@ class EvaluateConfig:
     (a planet without seasons)."""
     region: tuple[float, float, float, float] | None = None
     """(west, east, south, north) in degrees; west > east crosses the origin of longitude."""
+    thresholds: tuple[str, ...] = ()
+    """Events that ensembles give a probability, such as `u@850>20` or `zos<-0.5`, in the channel's
+    units: Brier score and reliability of each."""
+    point: tuple[float, float] | None = None
+    """(lat, lon) in degrees, near which each member is followed over the leads; none: in the
+    middle of the region, or at 45 N, 0 E."""
 
     def __post_init__(self) -> None:
+        for text in self.thresholds:
+            threshold_parts(text)
+        require(
+            self.point is None or -90 <= self.point[0] <= 90,
+            f"evaluate.point={self.point}: the first number is a latitude, within -90 to 90",
+        )
         require(
             self.region is None or -90 <= self.region[2] <= self.region[3] <= 90,
             f"evaluate.region={self.region}: south and north, the last two, must ascend within"
             " -90 to 90",
         )
+
+
+def threshold_parts(text: str) -> tuple[str, bool, float]:
+    """(channel, whether values above are the event, value) of `u@850>20` or `zos<-0.5`."""
+    found = _THRESHOLD.fullmatch(text)
+    try:
+        number = float(found["value"]) if found else math.inf
+    except ValueError:
+        number = math.inf
+    require(
+        math.isfinite(number),
+        f"evaluate.thresholds: {text!r} is no threshold; write a channel, > or <, and a number in"
+        " its units, such as u@850>20",
+    )
+    assert found
+    return found["name"].strip(), found["sign"] == ">", number

@@ -132,9 +132,102 @@ class UNetConfig:
         )
 
 
-ModelConfig = SwinConfig | UNetConfig
-FAMILIES: dict[str, type[SwinConfig] | type[UNetConfig]] = {"swin": SwinConfig, "unet": UNetConfig}
+@dataclass(frozen=True, kw_only=True)
+class BeastConfig:
+    """Swin blocks at two scales, whose norms hear a member's noise (BEAST, Table 2).
+
+    The inner stage stands between two outer ones, with twice their width and a quarter of their
+    tokens. Outer windows are counted in patches, inner ones in 2 x 2 patches.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = FORBID
+
+    boundary: ClassVar[str] = "globe"
+    """Longitude is periodic, poles are walls: there is no other."""
+
+    family: Literal["beast"] = "beast"
+    patch: int = 2
+    """Grid points per token of the outer stages, each way."""
+    width: int = 1024
+    """Features of a token in the outer stages; the inner one has twice as many."""
+    depth: int = 4
+    """Blocks of each of the two outer stages; odd ones attend in shifted windows."""
+    inner_depth: int = 6
+    heads: int = 16
+    """Of the outer stages."""
+    inner_heads: int = 32
+    window: int | tuple[int, int] = (30, 60)
+    """Tokens of an attention window, (lat, lon) or one number for both; one that spans all rows
+    or columns is not shifted along them."""
+    inner_window: int | tuple[int, int] = (20, 30)
+    mlp_ratio: int = 1
+    norm_groups: int = 8
+    """Groups of a token's features that are normed each for itself. They belong to the model:
+    ranks that share features need as many or fewer."""
+    nice_noise: int = 32
+    """Values of noise that the norms of a sample and member hear; 0: none."""
+    nice_hidden: int = 0
+    """Features of the norms' MLPs; 0: as many as their blocks."""
+    nice_gate: bool = True
+    """The MLPs give a factor of what a block adds, too."""
+
+    def __post_init__(self) -> None:
+        for name in ("patch", "width", "depth", "inner_depth", "heads", "inner_heads", "mlp_ratio",
+                     "norm_groups"):  # fmt: skip
+            value = getattr(self, name)
+            require(value >= 1, f"model.{name}={value} must be at least 1")
+        require(
+            0 <= self.nice_noise <= 1024,
+            f"model.nice_noise={self.nice_noise} must be 0 (none) to 1024",
+        )
+        require(self.nice_hidden >= 0, f"model.nice_hidden={self.nice_hidden} must not be negative")
+        for name in ("window", "inner_window"):
+            shape = _pair(getattr(self, name))
+            require(min(shape) >= 1, f"model.{name}={shape} must be at least 1 each way")
+        for name, width in (("heads", self.width), ("inner_heads", 2 * self.width)):
+            value = getattr(self, name)
+            require(
+                width % value == 0,
+                f"model.{name}={value} must divide {width} features (model.width={self.width}, of"
+                " which the inner stage has twice as many)",
+            )
+        require(
+            self.width % self.norm_groups == 0,
+            f"model.width={self.width} is not a multiple of model.norm_groups={self.norm_groups}",
+        )
+
+    @property
+    def window_shape(self) -> tuple[int, int]:
+        """Tokens of an outer window, (lat, lon)."""
+        return _pair(self.window)
+
+    @property
+    def inner_window_shape(self) -> tuple[int, int]:
+        """Tokens of an inner window, (lat, lon)."""
+        return _pair(self.inner_window)
+
+    @property
+    def words(self) -> str:
+        """The model in a line."""
+        outer, inner = (
+            f"{high} x {wide}" for high, wide in (self.window_shape, self.inner_window_shape)
+        )
+        return (
+            f"patch {self.patch}, width {self.width}/{2 * self.width}, {self.depth}/"
+            f"{self.inner_depth}/{self.depth} blocks, {self.heads}/{self.inner_heads} heads,"
+            f" windows {outer} and {inner}, {self.nice_noise} values of noise"
+        )
+
+
+ModelConfig = SwinConfig | UNetConfig | BeastConfig
+FAMILIES: dict[str, type[SwinConfig] | type[UNetConfig] | type[BeastConfig]] = {
+    "swin": SwinConfig, "unet": UNetConfig, "beast": BeastConfig,
+}  # fmt: skip
 """Of `Config.model`, by `model.family`."""
+
+
+def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else size
 
 
 def _list(numbers: tuple[int, ...]) -> str:

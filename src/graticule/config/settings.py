@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from graticule.config.bayes import BayesConfig
 from graticule.config.data import DataConfig, EvaluateConfig, ForecastConfig
 from graticule.config.devices import MemoryConfig, MeshConfig
 from graticule.config.model import FAMILIES, ModelConfig, SwinConfig
@@ -29,6 +30,7 @@ class Config:
     model: Annotated[ModelConfig, Field(discriminator="family")] = field(default_factory=SwinConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    bayes: BayesConfig = field(default_factory=BayesConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     forecast: ForecastConfig = field(default_factory=ForecastConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
@@ -38,8 +40,8 @@ class Config:
         """`model`, for what only a model with attention windows has. ValueError for another."""
         if not isinstance(self.model, SwinConfig):
             raise ValueError(
-                f"{self.name or 'the model'} is of the family {self.model.family}, which has no"
-                " attention windows and heads; what was asked for is of the family swin alone"
+                f"{self.name or 'the model'} is of the family {self.model.family}; what was asked"
+                " for is of attention windows and heads of the family swin alone"
             )
         return self.model
 

@@ -3,6 +3,9 @@
 from graticule.evaluate.climatology import Climatology
 from graticule.evaluate.depths import Column
 from graticule.evaluate.ensemble import SpreadSkill, crps, spread_skill
+from graticule.evaluate.ensemble_file import load_ensemble
+from graticule.evaluate.ensemble_scores import EnsembleScores
+from graticule.evaluate.ensemble_sums import EnsembleSums
 from graticule.evaluate.evaluate import evaluate
 from graticule.evaluate.ocean import OceanScores
 from graticule.evaluate.ocean_file import load_ocean
@@ -13,6 +16,7 @@ from graticule.evaluate.stretches import Stretches
 from graticule.evaluate.sums import Sums, pair_sums
 
 __all__ = [
-    "Climatology", "Column", "OceanScores", "OceanSums", "Scores", "Spectra", "SpreadSkill",
-    "Stretches", "Sums", "crps", "evaluate", "load_ocean", "pair_sums", "spread_skill",
+    "Climatology", "Column", "EnsembleScores", "EnsembleSums", "OceanScores", "OceanSums",
+    "Scores", "Spectra", "SpreadSkill", "Stretches", "Sums", "crps", "evaluate", "load_ensemble",
+    "load_ocean", "pair_sums", "spread_skill",
 ]  # fmt: skip

@@ -15,6 +15,9 @@ from graticule.data.times import seconds_of
 from graticule.evaluate.area import cell_area_of
 from graticule.evaluate.climatology import Climatology, Grouping
 from graticule.evaluate.depths import Column
+from graticule.evaluate.ensemble_scores import EnsembleScores
+from graticule.evaluate.ensemble_sums import EnsembleSums, Threshold
+from graticule.evaluate.members import Members
 from graticule.evaluate.ocean import OceanScores
 from graticule.evaluate.ocean_sums import OceanSums, origin_of
 from graticule.evaluate.scores import Scores
@@ -22,6 +25,7 @@ from graticule.evaluate.spectra import Spectra
 from graticule.evaluate.stretches import Stretches
 from graticule.evaluate.sums import Sums, pair_sums
 from graticule.forecast.reader import Forecast, open_forecast
+from graticule.grid import Grid
 from graticule.mesh import Cut
 from graticule.parallel.together import Together
 
@@ -48,6 +52,8 @@ def evaluate(
     climatology: Grouping,
     region: tuple[float, float, float, float] | None = None,
     statistics_std: dict[str, float] | None = None,
+    thresholds: Sequence[str] = (),
+    point: tuple[float, float] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
     """Scores of a forecast, of persistence and of climatology, over the same cells and times.
@@ -57,7 +63,10 @@ def evaluate(
     progress: of this process's share of the pairs. All processes that were started take part, and
     get the same scores or the same error; `parallel.talk.alone` keeps them out.
     Pairs whose initial or valid time is not in the store are skipped and counted.
-    Channels of an ocean on levels in metres have `OceanScores` too.
+    Channels of an ocean on levels in metres have `OceanScores` too. A forecast with members has
+    `EnsembleScores`, with the events of `thresholds` (`u@850>20`) and plumes at the counted cell
+    near `point` (lat, lon); its other scores are of the mean over members, but for activity and
+    spectra, which are the members' on average.
     ValueError where grid, channels, units or calendar differ, where the forecast has holes, and
     where nothing is left to score.
     """
@@ -95,6 +104,19 @@ def evaluate(
         stretches = Stretches.choose(
             names, _both_currents(counted, column), store.grid, store.grid.cell_area
         )
+        std = None
+        if statistics_std is not None:
+            std = {name: float(statistics_std[name]) for name in names if name in statistics_std}
+        ensemble = None
+        events = [Threshold.read(text, names) for text in thresholds]
+        if forecast.num_members is not None:
+            ensemble = EnsembleSums.zero(
+                names, forecast.num_members, forecast.valid_times.shape,
+                thresholds=events, point=_cell_near(point, region, store.grid, counted),
+            )  # fmt: skip
+        elif thresholds or point is not None:
+            log.warning("evaluate.thresholds and evaluate.point are of ensembles: %s has no"
+                        " members, and they are left out", forecast_path)  # fmt: skip
         ocean = None
         if column is not None:
             ocean = OceanSums.zero(
@@ -110,7 +132,8 @@ def evaluate(
             log.warning("no spectrum of %s: %s", ", ".join(name for name, _ in none), none[0][1])
         sums, spectra = sums_of(
             forecast, store, usual, share, positions, counted, stretches, progress,
-            cell_area=cell_area, ocean=ocean,
+            cell_area=cell_area, ocean=ocean, ensemble=ensemble,
+            std=None if std is None else np.array([std.get(name, 0.0) for name in names]),
         )  # fmt: skip
         if ocean is not None:
             ocean.see(usual.low, usual.high)
@@ -138,20 +161,33 @@ def evaluate(
             area=area_told,
             attributes=kept,
         )
+    members = None
+    if ensemble is not None:
+        members = EnsembleScores(
+            sums=ensemble.added(together),
+            channels=forecast.channels,
+            grid=store.grid,
+            lead_seconds=forecast.lead_seconds,
+            init_seconds=_seconds(np.array(forecast.init_times, object)),
+            valid_seconds=_seconds(forecast.valid_times),
+            calendar=forecast.calendar,
+            normalised=std is not None,
+            attributes=kept,
+        )
     return Scores(
         sums=sums,
         channels=forecast.channels,
         lead_seconds=forecast.lead_seconds,
         climatology=climatology,
         region=region,
-        std=None if statistics_std is None else {n: float(statistics_std[n]) for n in names
-                                                 if n in statistics_std},
+        std=std,
         skipped=skipped,
         first_skipped=first_skipped,
         provenance=provenance,
         spectra=replace(spectra, attributes=kept),
         ocean=scores,
-    )  # fmt: skip
+        ensemble=members,
+    )
 
 
 def _both_currents(counted: np.ndarray, column: Column | None) -> np.ndarray:
@@ -163,6 +199,25 @@ def _both_currents(counted: np.ndarray, column: Column | None) -> np.ndarray:
     for east, north in column.currents:
         shared[[east, north]] = counted[east] & counted[north]
     return shared
+
+
+def _cell_near(
+    point: tuple[float, float] | None,
+    region: tuple[float, float, float, float] | None,
+    grid: Grid,
+    counted: np.ndarray,
+) -> tuple[int, int]:
+    """(row, column) of the cell nearest to the point among those that count in most channels."""
+    if point is None and region is not None:
+        west, east, south, north = region
+        point = (south + north) / 2, west + ((east - west) % 360 or 360) / 2
+    lat, lon = np.deg2rad(point or (45.0, 0.0))
+    rows, columns = np.deg2rad(grid.lat)[:, None], np.deg2rad(grid.lon)
+    # Of the angle between two directions, the cosine.
+    near = np.sin(lat) * np.sin(rows) + np.cos(lat) * np.cos(rows) * np.cos(columns - lon)
+    number = counted.sum(0)
+    row, column = divmod(int(np.argmax(np.where(number == number.max(), near, -2))), grid.lon.size)
+    return row, column
 
 
 def _seconds(dates: np.ndarray) -> np.ndarray:
@@ -194,12 +249,15 @@ def sums_of(
     *,
     cell_area: np.ndarray,
     ocean: OceanSums | None = None,
+    ensemble: EnsembleSums | None = None,
+    std: np.ndarray | None = None,
 ) -> tuple[Sums, Spectra]:
     """The sums over these pairs; a process takes its share of them and all shares add up.
 
     positions: of the forecast's channels in the store. counted: (channel, lat, lon) bool.
-    cell_area: (lat, lon) m2. ocean: sums that the pairs are added to.
-    Each field is read once for all.
+    cell_area: (lat, lon) m2. ocean, ensemble: sums that the pairs are added to.
+    std: (channel,) training standard deviations, of distances over all channels of an ensemble.
+    Each field is read once for all, but for members that do not fit into memory together.
     """
     total = Sums.zero(forecast.channels.names, forecast.num_leads)
     spectra = Spectra.zero(forecast.channels, forecast.lead_seconds, stretches)
@@ -208,14 +266,22 @@ def sums_of(
         if pair.valid_time != read_time:
             read_time, truth = pair.valid_time, store.read(pair.valid_time, positions)
             power_of_truth = stretches.power(truth)
-        fields = forecast.read(pair.init, pair.lead)
-        compared = (
-            fields,
-            truth,
-            store.read(pair.init_time, positions),
-            usual.mean(store.times.date(pair.valid_time)),
-        )
-        total = total + pair_sums(
+        before = store.read(pair.init_time, positions)
+        usually = usual.mean(store.times.date(pair.valid_time))
+        activity = None
+        if ensemble is None:
+            fields = forecast.read(pair.init, pair.lead)
+            power = stretches.power(fields, power_of_truth.used)
+        else:
+            present = counted & np.isfinite(truth) & np.isfinite(before) & np.isfinite(usually)
+            members = Members(forecast, pair.init, pair.lead)
+            fields, power, activity = members.streamed(
+                present, usually, cell_area, stretches, power_of_truth.used
+            )
+            start = seconds_of(forecast.init_times[pair.init])
+            members.add_to(ensemble, truth, present, cell_area, init_seconds=start, std=std)
+        compared = (fields, truth, before, usually)
+        ours = pair_sums(
             total.names,
             forecast.num_leads,
             pair.lead,
@@ -224,11 +290,12 @@ def sums_of(
             cell_area=cell_area,
             where=f"init_time {forecast.init_times[pair.init]}, lead {pair.lead + 1}",
         )
+        if activity is not None:
+            ours.activity[0, pair.lead] = activity
+        total = total + ours
         if ocean is not None:
             ocean.add_pair(pair.init, pair.lead, *compared, counted=counted, cell_area=cell_area)
-        spectra = spectra.with_pair(
-            pair.lead, stretches.power(fields, power_of_truth.used), power_of_truth
-        )
+        spectra = spectra.with_pair(pair.lead, power, power_of_truth)
         if progress is not None:
             progress(done, len(pairs))
     return total, spectra

@@ -16,6 +16,8 @@ import numpy as np
 from graticule import __version__
 from graticule.config import fingerprint
 from graticule.data.store import write_json
+from graticule.evaluate.ensemble_file import save_ensemble
+from graticule.evaluate.ensemble_scores import EnsembleScores
 from graticule.evaluate.ocean import OceanScores
 from graticule.evaluate.ocean_file import save_ocean
 from graticule.evaluate.spectra import Spectra
@@ -54,6 +56,8 @@ class Scores:
     skipped: (init, lead) pairs without a truth; first_skipped: the first date missed.
     spectra: zonal power of the same pairs, over all leads of the forecast.
     ocean: scores by depth of the same pairs, where there are levels of an ocean.
+    ensemble: of a forecast with members; the scores here are then of their mean, but for activity
+    and spectra, which are the members' on average.
     """
 
     sums: Sums
@@ -67,6 +71,7 @@ class Scores:
     provenance: dict[str, Any] = field(default_factory=dict)
     spectra: Spectra | None = None
     ocean: OceanScores | None = None
+    ensemble: EnsembleScores | None = None
 
     def __post_init__(self) -> None:
         if self.channels.names != self.sums.names:
@@ -202,6 +207,8 @@ class Scores:
             "spectra": self._spectra_told(),
             "ocean": None if self.ocean is None else self.ocean.told(),
         }
+        if self.ensemble is not None:
+            description["ensemble"] = self.ensemble.told()
         rows = self.rows()
         digest = fingerprint({**description, "rows": rows})
         return {"format": FORMAT, "fingerprint": digest, **description, "rows": rows}
@@ -260,7 +267,8 @@ class Scores:
             notes.append(f"{self.skipped} fields had no truth in the store, the first at"
                          f" {self.first_skipped}.")  # fmt: skip
         ocean = [] if self.ocean is None else self.ocean.lines(WIDEST)
-        return "\n".join([*rows, *notes, *self._smoothness(shown[-1]), *ocean])
+        members = [] if self.ensemble is None else self.ensemble.lines(WIDEST)
+        return "\n".join([*rows, *notes, *members, *self._smoothness(shown[-1]), *ocean])
 
     def _table_rows(self, leads: Sequence[int]) -> list[str]:
         at = [self.leads.index(lead) for lead in leads]
@@ -375,6 +383,12 @@ class Scores:
         if self.ocean is None:
             raise ValueError("these scores are of no ocean with levels in metres")
         save_ocean(self.ocean, path, force=force)
+
+    def write_ensemble(self, path: str | Path, *, force: bool = False) -> None:
+        """The scores of the members as netCDF; see `save_ensemble`."""
+        if self.ensemble is None:
+            raise ValueError("these scores are of a forecast without members")
+        save_ensemble(self.ensemble, path, force=force)
 
 
 def _may_write(path: Path, force: bool, mark: str) -> Path:

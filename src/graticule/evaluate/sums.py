@@ -126,9 +126,7 @@ def pair_sums(
         sums.weight[lead, channel] = area.sum()
         weighted_anomaly = area * (o - c)
         for active, field in enumerate((f, p, c, o)):
-            anomaly = field - c
-            anomaly -= area @ anomaly / max(area.sum(), 1e-300)
-            sums.activity[active, lead, channel] = (area * anomaly) @ anomaly
+            sums.activity[active, lead, channel] = activity_sum(area, field - c)
         for source, field in enumerate((f, p, c)):
             error, anomaly = field - o, field - c
             weighted = area * error
@@ -140,3 +138,9 @@ def pair_sums(
                 (area * anomaly) @ anomaly,
             )
     return sums
+
+
+def activity_sum(area: np.ndarray, anomaly: np.ndarray) -> float:
+    """The sum of area x (anomaly - its mean over the area)^2, of (cell,) arrays each."""
+    centred = anomaly - area @ anomaly / max(area.sum(), 1e-300)
+    return float((area * centred) @ centred)

@@ -103,8 +103,10 @@ def timing_path(forecast: Path) -> Path:
 
 
 def told(timing: Mapping[str, Any]) -> str:
-    """Two lines of `Timing.to_dict()`: years a day, and the share and seconds of each part."""
+    """`Timing.to_dict()` in two lines: years a day, and the share and seconds of each part."""
     seconds = timing["seconds"]
+    if not timing["simulated_years"]:
+        return "it was complete already: nothing was computed"
     parts = ", ".join(
         f"{part} {times['seconds'] / seconds:.1%} ({times['seconds']:.3g} s,"
         f" {times['cpu_seconds']:.3g} CPU-s)"

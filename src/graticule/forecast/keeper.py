@@ -114,13 +114,13 @@ class Keeper:
         if self._together.rank > 0:
             return
         assert self._writer is not None, "the first process writes"
+        path = log.log_path(self._writer.path)
         with self._together.attempt():
             for place, its in zip(due, values, strict=True):
                 lead = at[place] * self._num_outputs
                 log.add(
-                    log.log_path(self._writer.path), channels, its, init_time=str(init_times[place]),
-                    lead=lead, valid_time=str(self._valid_times[place, lead - 1]),
-                    seconds=self._clock.stop(),
+                    path, channels, its, init_time=str(init_times[place]), lead=lead,
+                    valid_time=str(self._valid_times[place, lead - 1]), seconds=self._clock.stop(),
                 )  # fmt: skip
 
     def _whole(self, values: Tensor) -> np.ndarray | None:

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,7 +13,8 @@ import xarray as xr
 
 from graticule.data.times import UNITS
 from graticule.forecast.formats import NEVER_WRITTEN
-from graticule.forecast.writer import FORMAT, layouts
+from graticule.forecast.levels import layouts
+from graticule.forecast.writer import FORMAT
 from graticule.grid import Grid
 from graticule.variables import Channels
 
@@ -23,6 +25,7 @@ class Forecast:
     init_times: cftime dates. valid_times: (init, lead) cftime dates; lead k, at position k - 1,
     is k model steps. lead_seconds: (lead,), nominal where `regular` is false.
     attributes: what the writer was told, and what it added.
+    num_members: of an ensemble, whose fields have a dim `member`; none: they have not.
     """
 
     def __init__(self, path: Path, data: xr.Dataset) -> None:
@@ -34,6 +37,7 @@ class Forecast:
         }
         self.channels = Channels.from_list(json.loads(self.attributes["channels"]))
         self._layouts = layouts(self.channels)
+        self.num_members = int(data.sizes["member"]) if "member" in data.sizes else None
         names = ["init_time", "lead_time", "valid_time", "lat", "lon"]
         read = {name: np.asarray(data[name].values) for name in names}
         for name, values in read.items():
@@ -53,19 +57,49 @@ class Forecast:
     def num_leads(self) -> int:
         return int(self.valid_times.shape[1])
 
-    def read(self, init: int, lead: int) -> np.ndarray:
+    @property
+    def variables(self) -> list[tuple[int, ...]]:
+        """Positions of the channels of each variable: what is read of one is read of all."""
+        return [layout.positions for layout in self._layouts]
+
+    def read(
+        self,
+        init: int,
+        lead: int,
+        member: int | None = None,
+        *,
+        channels: Sequence[int] | None = None,
+    ) -> np.ndarray:
         """(channel, lat, lon) float32 in the channels' units, NaN on land.
 
-        lead: position from 0, one model step. ValueError where a chunk is lost or torn.
+        lead: position from 0, one model step. member: its position; none: the forecast itself, of
+        an ensemble the mean over its members. channels: positions; none: all.
+        ValueError where a chunk is lost or torn.
         """
+        if member is None and self.num_members is not None:
+            total = np.zeros((len(self.channels if channels is None else channels),
+                              *self.grid.shape))  # fmt: skip
+            for each in range(self.num_members):
+                total += self.read(init, lead, each, channels=channels)
+            return (total / self.num_members).astype(np.float32)
         inits, leads = self.valid_times.shape
         if not (0 <= init < inits and 0 <= lead < leads):
             raise ValueError(f"init {init}, lead {lead} lies outside {inits} x {leads}")
-        out = np.empty((len(self.channels), *self.grid.shape), np.float32)
+        at = {"init_time": init, "lead_time": lead}
         where = f"init_time {self.init_times[init]}, lead {lead + 1}"
+        if member is not None:
+            if not 0 <= member < (self.num_members or 0):
+                raise ValueError(f"member {member} lies outside {self.num_members or 0} members")
+            at["member"] = member
+            where += f", member {member}"
+        wanted = list(range(len(self.channels)) if channels is None else channels)
+        out = np.empty((len(wanted), *self.grid.shape), np.float32)
         for layout in self._layouts:
+            places = [i for i, position in enumerate(wanted) if position in layout.positions]
+            if not places:
+                continue
             try:
-                values = self._data[layout.variable][init, lead].values
+                values = self._data[layout.variable].isel(at).values
             except (OSError, RuntimeError, ValueError) as error:
                 raise ValueError(
                     f"{self.path}: cannot read {layout.variable} at {where}: {error}"
@@ -75,7 +109,8 @@ class Forecast:
                     f"{self.path}: {layout.variable} at {where} is lost (no chunk file);"
                     " forecast again"
                 )
-            out[list(layout.positions)] = values
+            levels = [layout.positions.index(wanted[i]) for i in places]
+            out[places] = values[levels] if layout.dim else values
         return out
 
     def close(self) -> None:

@@ -198,8 +198,8 @@ def _left(out: Path, num_starts: int, leads: int) -> dict[int, Kept] | None:
         return None
     if out.is_file():
         raise ValueError(
-            f"{out}: only a Zarr forecast can be resumed; what a kill leaves of a netCDF file may be"
-            " torn. Delete it and forecast again, to a name that ends with .zarr if you like"
+            f"{out}: only a Zarr forecast can be resumed; what a kill leaves of a netCDF file may"
+            " be torn. Delete it and forecast again, to a name that ends with .zarr if you like"
         )
     if is_complete(out):
         return dict.fromkeys(range(num_starts), Kept(leads))

@@ -14,10 +14,8 @@ a chunk holds one initial time and lead.
 import contextlib
 import json
 import logging
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -28,71 +26,15 @@ import numpy as np
 from graticule import __version__
 from graticule.data.times import UNITS, seconds_of
 from graticule.forecast.formats import NetcdfSink, Sink, ZarrSink
+from graticule.forecast.levels import layouts, level_attributes
 from graticule.grid import Grid
 from graticule.variables import Channel, Channels
 
 FORMAT = "graticule forecast 1"
 LARGEST_CHUNK_BYTES = 2**30
 """Blosc stops at 2 GiB a chunk, HDF5 at 4; beyond this, a chunk holds fewer levels."""
-DIMS = ("init_time", "lead_time", "lat", "lon", "valid_time")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """One variable of the file and the channels in it.
-
-    positions: the channels, by ascending level. dim: the level dim, or none.
-    """
-
-    variable: str
-    positions: tuple[int, ...]
-    levels: tuple[float, ...] = ()
-    level_units: str = ""
-    dim: str = ""
-
-
-def layouts(channels: Channels) -> list[Layout]:
-    """How channels become variables with level dims; ValueError where levels contradict."""
-    found: list[Layout] = []
-    dims: dict[tuple[tuple[float, ...], str], str] = {}
-    taken = {*DIMS, *(channel.variable for channel in channels)}
-    for variable in dict.fromkeys(channel.variable for channel in channels):
-        if not re.fullmatch(r"[A-Za-z0-9_][^/\\]*", variable):
-            raise ValueError(
-                f"a variable cannot be called {variable!r} in a forecast file: a name begins with a"
-                " letter, digit or underscore and has no slash; rename it in the store"
-            )
-        if variable in DIMS:
-            raise ValueError(f"a variable cannot be called {variable}: the forecast has this dim")
-        members = [i for i, channel in enumerate(channels) if channel.variable == variable]
-        first: Channel = channels[members[0]]
-        for i in members:
-            if (channels[i].units, channels[i].level_units) != (first.units, first.level_units):
-                raise ValueError(
-                    f"{channels.names[i]} is in {channels[i].units!r} on"
-                    f" {channels[i].level_units!r} levels, {first.name} in {first.units!r} on"
-                    f" {first.level_units!r} levels: a variable of the forecast has one unit"
-                )
-        if first.level is None:
-            if len(members) > 1:
-                raise ValueError(f"{variable} occurs with levels and without; rename one of them")
-            found.append(Layout(variable=variable, positions=(members[0],)))
-            continue
-        members.sort(key=lambda i: channels[i].level)
-        levels = tuple(float(channels[i].level) for i in members)
-        key = (levels, first.level_units)
-        if key not in dims:
-            stem = "depth" if first.level_units == "m" else "level"
-            names = (stem if n == 1 else f"{stem}_{n}" for n in range(1, 2 * len(channels) + 9))
-            dims[key] = next(name for name in names if name not in taken)
-            taken.add(dims[key])
-        found.append(
-            Layout(variable=variable, positions=tuple(members), levels=levels,
-                   level_units=first.level_units, dim=dims[key])
-        )  # fmt: skip
-    return found
 
 
 class ForecastWriter:
@@ -203,10 +145,9 @@ class ForecastWriter:
                 f"{self.path} holds nothing to go on from: it was left before it was described;"
                 " delete it and forecast again"
             )
-        names = [name for name in ("config", *plain) if there.get(name) != plain.get(name)]
-        names = [name for name in names if name != "config" or "config_fingerprint" not in names]
+        names = sorted({*plain, *there} - {"complete"})
         other = [f"{name} {_short(there.get(name))} there, {_short(plain.get(name))} here"
-                 for name in dict.fromkeys(names)]  # fmt: skip
+                 for name in names if there.get(name) != plain.get(name)]  # fmt: skip
         seconds = [[seconds_of(date) for date in row] for row in valid_times]
         wanted: dict[str, Any] = {
             "init_time": [seconds_of(date) for date in self.init_times], "valid_time": seconds,
@@ -267,7 +208,7 @@ class ForecastWriter:
             sink.put(name, values, (name,), {"standard_name": word, "long_name": word,
                                              "units": units, "axis": axis})  # fmt: skip
         for dim, layout in {layout.dim: layout for layout in self._layouts if layout.dim}.items():
-            sink.put(dim, np.array(layout.levels), (dim,), _level_attributes(layout.level_units))
+            sink.put(dim, np.array(layout.levels), (dim,), level_attributes(layout.level_units))
         height, width = self.grid.shape
         for layout in self._layouts:
             first: Channel = channels[layout.positions[0]]
@@ -450,13 +391,3 @@ def _refuse_path(path: Path, inputs: Sequence[str | Path]) -> None:
             f"{path} exists already and is not overwritten; name another path, or, where a forecast"
             " that did not finish left it behind, go on with it (--resume) or delete it"
         )
-
-
-def _level_attributes(units: str) -> dict[str, str]:
-    if units == "m":
-        return {"standard_name": "depth", "long_name": "depth", "units": "m", "positive": "down",
-                "axis": "Z"}  # fmt: skip
-    if units in ("Pa", "hPa", "mbar", "millibar", "millibars"):
-        return {"standard_name": "air_pressure", "long_name": "pressure level", "units": units,
-                "positive": "down", "axis": "Z"}  # fmt: skip
-    return {"long_name": "level", "units": units or "1"}

@@ -5,6 +5,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
+from graticule.model.draws import Draw, bound
 from graticule.model.pad import FieldPad
 from graticule.model.units import Runner, Unit, straight
 
@@ -33,7 +34,25 @@ class Model(nn.Module):
     def add(self, x: Tensor, change: Tensor) -> Tensor:
         """The prediction from the input `x` and what the network says, in the dtype of `x`."""
 
-    def forward(self, x: Tensor, run: Runner = straight, *, added: bool = True) -> Tensor:
-        """run: calls the units. added: what is predicted; without it, what `add` takes."""
-        (change,) = run(self.units(), (x,))
+    def forward(
+        self, x: Tensor, run: Runner = straight, *, added: bool = True, draw: Draw | None = None
+    ) -> Tensor:
+        """run: calls the units. added: what is predicted; without it, what `add` takes.
+        draw: which draw of weights and noise, of a model that has such."""
+        units = self.units() if draw is None else bound(self.units(), draw)
+        (change,) = run(units, (x,))
         return self.add(x, change) if added else change
+
+    def changed(self, x: Tensor, change: Tensor) -> Tensor:
+        """The newest state in the input `x` plus a change of it, in the dtype of `x`; diagnostic
+        channels of the change as they are."""
+        first, last = self.states
+        change = change.to(x.dtype)
+        if first == last:
+            return change
+        state = x[:, first:last]
+        change = change.unflatten(1, (self.num_outputs, -1))
+        known, diagnostic = change[:, :, : last - first], change[:, :, last - first :]
+        known = known + state.unsqueeze(1)
+        parts = [known, diagnostic] if diagnostic.shape[2] else [known]
+        return (torch.cat(parts, dim=2) if len(parts) > 1 else known).flatten(1, 2)

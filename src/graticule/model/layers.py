@@ -110,6 +110,10 @@ class Layer(nn.Module):
     bias: nn.Parameter
     input_dtype: torch.dtype | None = None
     """What an input is cast to before anything else; None: it stays as it is."""
+    bayesian: bool = True
+    """Whether its numbers become distributions in a Bayesian model (`bayes`)."""
+    sample: Callable[["Layer", str, torch.dtype], Tensor] | None = None
+    """What draws the value of a parameter, in a Bayesian model."""
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(input, weight, bias) as the computation uses them, of one dtype."""
@@ -118,7 +122,18 @@ class Layer(nn.Module):
 
     def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(weight, bias) as the computation uses them."""
-        return self.weight.to(dtype), self.bias.to(dtype)
+        return self.value("weight", dtype), self.value("bias", dtype)
+
+    def value(self, leaf: str, dtype: torch.dtype) -> Tensor:
+        """The parameter of that name as the computation uses it."""
+        if self.sample is not None:
+            return self.sample(self, leaf, dtype)
+        return getattr(self, leaf).to(dtype)
+
+    @property
+    def num_sources(self) -> int:
+        """How many products an output adds up; 1 of numbers that are added as they are."""
+        return 1
 
     def reset(self, generator: torch.Generator) -> None:
         """Draw initial values from `generator`; the same draw whatever came before."""
@@ -139,6 +154,10 @@ class Linear(Layer):
             self.weight, std=self.std, a=-2 * self.std, b=2 * self.std, generator=generator
         )
         nn.init.zeros_(self.bias)
+
+    @property
+    def num_sources(self) -> int:
+        return self.weight.shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
         return dense(F.linear, *self.operands(x))
@@ -167,6 +186,10 @@ class Conv(Layer):
         nn.init.uniform_(self.weight, -bound, bound, generator=generator)
         nn.init.zeros_(self.bias)
 
+    @property
+    def num_sources(self) -> int:
+        return self.weight[0].numel()
+
     def forward(self, x: Tensor) -> Tensor:
         convolve = partial(F.conv2d, stride=self.stride, dilation=self.dilation, groups=self.groups)
         return dense(convolve, *self.operands(x))
@@ -191,12 +214,18 @@ class TransposedConv(Layer):
         nn.init.uniform_(self.weight, -bound, bound, generator=generator)
         nn.init.zeros_(self.bias)
 
+    @property
+    def num_sources(self) -> int:
+        return self.weight.shape[0] * self.kernel**2 // self.stride**2
+
     def forward(self, x: Tensor) -> Tensor:
         return dense(partial(F.conv_transpose2d, stride=self.stride), *self.operands(x))
 
 
 class Norm(Layer):
     """A scale and an offset per feature, 1 and 0 at first. eps: added to the variance."""
+
+    bayesian = False
 
     def __init__(self, num_features: int, eps: float = 1e-5) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ class RelativePositionBias(Layer):
         nn.init.trunc_normal_(self.bias_table, std=0.02, a=-0.04, b=0.04, generator=generator)
 
     def forward(self, dtype: torch.dtype) -> Tensor:
-        return self.bias_table.to(dtype)[self.index].permute(2, 0, 1)
+        return self.value("bias_table", dtype)[self.index].permute(2, 0, 1)
 
 
 class SwinBlock(nn.Module):
@@ -192,21 +192,9 @@ class Swin(Model):
         return (self.pad.crop(self.recover(y)),)
 
     def add(self, x: Tensor, change: Tensor) -> Tensor:
-        """The newest state in the input `x` plus the network's change, in the dtype of `x`.
-
-        The change is of `compute_dtype`: with 16 bits, half of what a state takes, and the state
-        can be had from it again, bit for bit.
-        """
-        first, last = self.states
-        change = change.to(x.dtype)
-        if first == last:
-            return change
-        state = x[:, first:last]
-        change = change.unflatten(1, (self.num_outputs, -1))
-        known, diagnostic = change[:, :, : last - first], change[:, :, last - first :]
-        known = known + state.unsqueeze(1)
-        parts = [known, diagnostic] if diagnostic.shape[2] else [known]
-        return (torch.cat(parts, dim=2) if len(parts) > 1 else known).flatten(1, 2)
+        """The newest state plus the network's change, which is of `compute_dtype`: with 16 bits,
+        half of what a state takes, and the state can be had from it again, bit for bit."""
+        return self.changed(x, change)
 
 
 def smallest_padded_shape(

@@ -117,7 +117,7 @@ class Positions(Layer):
 
     def here(self) -> Tensor:
         """(feature, lat, lon) of the points that are here."""
-        return self.weight
+        return self.value("weight", self.weight.dtype)
 
 
 class LastConv(nn.Module):

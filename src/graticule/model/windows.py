@@ -24,13 +24,15 @@ class WindowGrid:
 
     tokens: (lat, lon) tokens of the field. padded: tokens of the whole windows that hold them;
     the surplus is in the south (and the east). window: tokens of one window.
-    The shifted windows start half a window further south and east.
+    The shifted windows start `shift` rows further south and columns further east; None: half a
+    window each.
     """
 
     tokens: tuple[int, int]
     padded: tuple[int, int]
     window: tuple[int, int]
     boundary: Boundary
+    shift: tuple[int, int] | None = None
 
     @property
     def num_windows(self) -> int:
@@ -43,7 +45,7 @@ class WindowGrid:
     @property
     def offset(self) -> tuple[int, int]:
         """Rows and columns that the shifted windows are displaced by."""
-        return self.window[0] // 2, self.window[1] // 2
+        return self.shift or (self.window[0] // 2, self.window[1] // 2)
 
     def slots(self, values: np.ndarray) -> np.ndarray:
         """(lat, lon) values of the padded grid -> (window, token)."""
@@ -128,6 +130,8 @@ class WindowMask(nn.Module):
 
 def window_kinds(regions: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """Windows with the same regions, up to the numbering, share one mask: (regions, which)."""
+    if (regions == regions[:, :1]).all():  # of windows with many tokens this is the quick way
+        return [(np.zeros_like(regions[0]), np.arange(len(regions)))] if len(regions) else []
     patterns, which = np.unique(regions - regions[:, :1], axis=0, return_inverse=True)
     return [
         (pattern, np.flatnonzero(which.ravel() == number))

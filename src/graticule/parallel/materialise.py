@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from graticule.keyed import keyed_seed
+from graticule.model.bayes import Posterior
 from graticule.model.layers import Layer
 from graticule.parallel.box import box_of
 from graticule.parallel.data import local
@@ -57,6 +58,8 @@ def draw_weights(model: nn.Module, seed: int) -> None:
         try:
             _put(layer, whole)
             layer.reset(generator)
+            if isinstance(layer.sample, Posterior):
+                layer.sample.reset(layer)
         finally:
             _put(layer, ours)
         for leaf, parameter in ours.items():

@@ -2,10 +2,12 @@
 
 import difflib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 from graticule.config import Config, from_dict
+from graticule.recipes.beast import beast_0_7b, beast_1_1b, beast_2_4b, beast_demo, beast_mini
 from graticule.recipes.demo import demo, demo_coast, demo_finetune, small, winds
 from graticule.recipes.ocean import ocean
 from graticule.recipes.samudra import (
@@ -24,8 +26,14 @@ from graticule.recipes.wenhai import (
     wenhai_small_p8,
 )
 
+
+def named(recipe: Callable[[], Config]) -> str:
+    """`beast_2_4b` -> beast-2.4b."""
+    return re.sub(r"(\d)-(\d)", r"\1.\2", recipe.__name__.replace("_", "-"))
+
+
 RECIPES: dict[str, Callable[[], Config]] = {
-    recipe.__name__.replace("_", "-"): recipe
+    named(recipe): recipe
     for recipe in (
         demo,
         demo_finetune,
@@ -44,6 +52,11 @@ RECIPES: dict[str, Callable[[], Config]] = {
         samudra_quarter_degree,
         samudra_mini,
         samudra_ocean,
+        beast_2_4b,
+        beast_1_1b,
+        beast_0_7b,
+        beast_mini,
+        beast_demo,
     )
 }
 

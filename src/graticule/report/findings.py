@@ -20,8 +20,8 @@ def summary(subject: Subject) -> list[str]:
     """Sentences: what model, what data, how good, as active as the truth or not, what it cost."""
     told = [_model(subject), _training(subject)]
     if subject.scores:
-        told += [_skill(subject.scores), *_against(subject), *_activity(subject.scores)]
-        told += _ocean(subject.scores)
+        told += [_skill(subject.scores), _ensemble(subject.scores), *_against(subject)]
+        told += [*_activity(subject.scores), *_ocean(subject.scores)]
     elif subject.forecast:
         told.append("The forecast has not been scored.")
     else:
@@ -96,6 +96,23 @@ def _skill(scores: dict[str, Any]) -> str:
             span = f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
             parts.append(f"{span} times that of {reference}")
     return f"{said}: {' and '.join(parts)}." if parts else f"{said}."
+
+
+def _ensemble(scores: dict[str, Any]) -> str:
+    """Of a forecast with members: whether they spread as far as their mean errs."""
+    found = scores.get("ensemble")
+    if not found:
+        return ""
+    if found["members"] == 1:
+        return "The forecast is an ensemble of one member, which has no spread."
+    said = (
+        f"The forecast is an ensemble of {found['members']} members, and its errors here are those"
+        " of their mean"
+    )
+    known = [row["spread_skill"] for row in found["rows"] if row["spread_skill"] is not None]
+    if not known:
+        return f"{said}, which has none."
+    return f"{said}; they spread {min(known):.2f} to {max(known):.2f} times as far, and 1 is right."
 
 
 def _against(subject: Subject) -> list[str]:

@@ -100,6 +100,7 @@ def forecast_maps(
         rows = list(_rows(forecast, store, mesh, channel, leads, init))
         started = forecast.init_times[init]
         attributes, calendar = forecast.attributes, forecast.calendar
+        members = forecast.num_members
     told = lead_words([row.hours for row in rows])
     field = field_scale([row.truth for row in rows], [row.forecast for row in rows])
     difference = difference_scale([row.difference for row in rows])
@@ -128,6 +129,7 @@ def forecast_maps(
             f"{' (' + str(attributes['weights']) + ')' if 'weights' in attributes else ''}."
             f" One scale for truth and forecast, one for all differences; arrows where values lie"
             f" beyond. RMSE and bias in the table are of this start alone, weighted by area."
+            + (f" The forecast is the mean of {members} members." if members else "")
             + (" Land is grey." if any(np.isnan(row.truth).any() for row in rows) else "")
             + (
                 ""

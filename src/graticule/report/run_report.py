@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graticule.report import curves
+from graticule.report.ensemble_sections import ensemble_sections
 from graticule.report.findings import activity, summary, warnings
 from graticule.report.maps import forecast_maps
 from graticule.report.ocean_sections import ocean_sections
@@ -76,6 +77,7 @@ def run_report(subject: Subject, *, progress: Callable[[int, int], None] | None 
         ("table", "Score table", lambda: _score_table(subject)),
         ("activity", "Forecast activity", lambda: _activity(subject, shown)),
         ("spectra", "Zonal spectra", lambda: _spectra(subject, shown)),
+        *ensemble_sections(subject, shown),
         *ocean_sections(subject, shown),
         ("maps", "Maps", lambda: _maps(subject, shown)),
         ("time", "Time", lambda: _time(subject, shown)),

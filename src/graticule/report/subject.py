@@ -11,6 +11,7 @@ import cftime
 
 from graticule.config import Config, from_dict
 from graticule.data.store import Store
+from graticule.evaluate.ensemble_scores import EnsembleScores
 from graticule.evaluate.ocean import OceanScores
 from graticule.evaluate.spectra import Spectra
 from graticule.forecast.reader import open_forecast
@@ -32,6 +33,7 @@ class Opened:
     init_times: list[cftime.datetime]
     hours: list[float]
     grid: tuple[int, int]
+    num_members: int | None = None
 
     @classmethod
     def read(cls, path: Path) -> "Opened":
@@ -43,6 +45,7 @@ class Opened:
                 init_times=forecast.init_times,
                 hours=(forecast.lead_seconds / 3600).tolist(),
                 grid=forecast.grid.shape,
+                num_members=forecast.num_members,
             )
 
     @cached_property
@@ -68,7 +71,7 @@ class Opened:
 class Subject:
     """scores, others_scores: `Scores.to_dict()`. store: the truth of the forecast, and
     training_store: what the run was trained on, if they are where they were.
-    ocean: scores by depth, of a forecast with levels of an ocean.
+    ocean: scores by depth, of a forecast with levels of an ocean. ensemble: of one with members.
 
     lineage: the runs its weights come from, nearest first. others: runs to compare with.
     seconds: by stage. chosen: channels that were asked for; empty: chosen here.
@@ -81,6 +84,7 @@ class Subject:
     scores: dict[str, Any] | None = None
     spectra: Spectra | None = None
     ocean: OceanScores | None = None
+    ensemble: EnsembleScores | None = None
     store: Store | None = None
     training_store: Store | None = None
     others: dict[str, RunFolder] = field(default_factory=dict)

@@ -34,18 +34,22 @@ class Schedule:
 
 def decays(name: str, parameter: Tensor) -> bool:
     """Whether weight decay holds for a parameter: matrices and kernels, not biases, norms or
-    tables of relative position bias."""
-    return parameter.dim() >= 2 and not name.endswith("bias_table")
+    tables of relative position bias, nor what says how far a weight is spread (it would go to
+    softplus(0) = 0.69)."""
+    return parameter.dim() >= 2 and not name.endswith(("bias", "bias_table", "_rho"))
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with decoupled weight decay on matrices and kernels only."""
+    """AdamW with decoupled weight decay on matrices and kernels only; of those that are
+    distributions the prior does it."""
     named = list(model.named_parameters())
+    names = {name for name, _ in named}
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
     for name, parameter in named:
         # One kernel takes parameters that lie on one device mesh, or on none.
         mesh = getattr(parameter, "device_mesh", None)
-        groups.setdefault((decays(name, parameter), mesh), []).append(parameter)
+        decay = decays(name, parameter) and f"{name}_rho" not in names
+        groups.setdefault((decay, mesh), []).append(parameter)
     # One kernel for all parameters; the same numbers as the loop to rounding (tested).
     fused = all(p.device.type in ("cpu", "cuda") for _, p in named)
     return torch.optim.AdamW(

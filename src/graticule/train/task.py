@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from graticule.assemble import PRECISIONS, Running, assemble, shapes_of
+from graticule.assemble import PRECISIONS, Running, assemble, require_no_members, shapes_of
 from graticule.config import Config, fingerprint
 from graticule.data.loader import Batch, Loader, Order
 from graticule.data.normalise import Normaliser, normalised_statics
@@ -49,6 +49,7 @@ class Task:
     @classmethod
     def of(cls, config: Config, device: torch.device, mesh: Mesh | None = None) -> "Task":
         """mesh: none: of one process. Of several, all of them make this call together."""
+        require_no_members(config)
         settings, mesh = config.train, mesh or Mesh()
         store = _store_of(config)
         whole = SampleSource(store, config.data)

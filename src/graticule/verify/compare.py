@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graticule.assemble import Shapes, shapes_of_config
+from graticule.assemble import Shapes, require_no_members, shapes_of_config
 from graticule.config import Config, SwinConfig, override
 from graticule.mesh import AXES
 from graticule.parallel.launch import laid_out, ranks_of
@@ -67,6 +67,7 @@ def verify(
     full: at the recipe's own size; else `reduced`. Returns what ran, in a line, and a
     verdict for each layout. ValueError for a layout that is no layout.
     """
+    require_no_members(config)
     shapes = shapes_of_config(config)
     if not full:
         config, shapes = reduced(config, shapes)
