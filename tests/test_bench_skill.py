@@ -92,6 +92,7 @@ def test_rows_compare_rmse_and_a_second_run_computes_nothing_again(out: Path) ->
     assert [row["ours"] for row in repeated["rows"]] == [row["ours"] for row in result["rows"]]
 
 
+@pytest.mark.slow
 def test_a_stopped_bench_goes_on_within_a_run(out: Path, tmp_path: Path) -> None:
     (tmp_path / "planet.zarr").symlink_to(out / "planet.zarr")
 

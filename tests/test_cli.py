@@ -213,6 +213,7 @@ def test_a_budget_that_cannot_be_met_is_refused_with_json_or_without(
     assert found["peak_gib"] == found["least_budget_gib"] > found["budget_gib"]
 
 
+@pytest.mark.slow
 def test_the_widest_model_fits_and_a_wider_one_does_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

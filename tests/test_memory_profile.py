@@ -83,7 +83,7 @@ def job_of(config: Config, ranks: int = 1, shapes: Shapes = SHAPES) -> Rehearsal
     return job
 
 
-@pytest.mark.parametrize("leads", [1, 2, 3, 5])
+@pytest.mark.parametrize("leads", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_composed_timeline_has_the_peak_of_the_step_it_stands_for(leads: int) -> None:
     job = job_of(config_of(leads))
     profile = profile_step(job, leads, tiles=3)
@@ -104,7 +104,7 @@ def test_a_composed_timeline_has_the_peak_of_the_step_it_stands_for(leads: int) 
         assert composed.levels[-1].sum() == pytest.approx(trace.alive[-1].sum(), abs=64), plan
 
 
-@pytest.mark.parametrize("leads", [1, 3])
+@pytest.mark.parametrize("leads", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_unets_skips_are_held_by_every_segment_that_they_pass_through(leads: int) -> None:
     config = replace(config_of(leads), model=UNET)
     job = job_of(config, shapes=replace(SHAPES, grid=(13, 32)))
@@ -207,6 +207,7 @@ def test_what_is_foreseen_on_fake_tensors_is_measured_within_one_percent(
             assert profile.timeline(plan).peak_bytes == pytest.approx(peak, rel=0.01), (rank, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "ranks", "settings"),
     [

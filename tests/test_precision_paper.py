@@ -210,6 +210,7 @@ def test_units_are_given_and_keep_what_the_published_boundaries_and_peaks_say() 
     assert kept["blocks.0"] == (3 + 3 + 1 + 2 + 1 + 4 + 4 + 2) * A + probabilities
 
 
+@pytest.mark.slow
 def test_the_traced_boundaries_are_those_too() -> None:
     shapes = Shapes(grid=GRID, num_prognostic=2, num_predicted=2, num_forcing=0, num_static=0,
                     num_inputs=1, num_outputs=1, num_forcings=1)  # fmt: skip
