@@ -2,9 +2,11 @@
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from graticule.parallel.local import LocalRanks
 from pools import Pools
@@ -46,3 +48,17 @@ def three(pools: Pools) -> LocalRanks:
 @pytest.fixture
 def four(pools: Pools) -> LocalRanks:
     return pools[4]
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that were saved."""
+    saved: list[Figure] = []
+    save = Figure.savefig
+
+    def spy(self: Figure, *args: Any, **kwargs: Any) -> None:
+        saved.append(self)
+        save(self, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", spy)
+    return saved

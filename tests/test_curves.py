@@ -25,20 +25,6 @@ from graticule.variables import Channel, Channels
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that were saved."""
-    saved: list[Figure] = []
-    save = Figure.savefig
-
-    def spy(self: Figure, *args: Any, **kwargs: Any) -> None:
-        saved.append(self)
-        save(self, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", spy)
-    return saved
-
-
 def words_in(picture: Picture) -> list[str]:
     root = ElementTree.fromstring(picture.svg)
     return ["".join(text.itertext()) for text in root.iter(f"{SVG}text")]

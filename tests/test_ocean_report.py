@@ -36,20 +36,6 @@ OCEAN = ["depth", "heat", "energy", "profiles", "means", "season", "range"]
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that were saved."""
-    saved: list[Figure] = []
-    save = Figure.savefig
-
-    def spy(self: Figure, *args: Any, **kwargs: Any) -> None:
-        saved.append(self)
-        save(self, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", spy)
-    return saved
-
-
-@pytest.fixture
 def ocean() -> OceanScores:
     """Two initial times of three leads."""
     scores = by_hand(

@@ -58,3 +58,8 @@ def print_store(options: argparse.Namespace, store: Any) -> None:
 
 def by(shape: Sequence[int]) -> str:
     return " x ".join(str(n) for n in shape)
+
+
+def names_of(text: str | None) -> list[str]:
+    """What an option lists, separated by commas."""
+    return [part.strip() for part in text.split(",") if part.strip()] if text else []

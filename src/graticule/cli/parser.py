@@ -6,6 +6,7 @@ from typing import Any
 
 import graticule
 from graticule.cli import commands
+from graticule.cli import data as fields
 from graticule.cli.plan import run_plan
 
 Command = Callable[[argparse.Namespace], Any]
@@ -72,7 +73,7 @@ def build_parser() -> Parser:
     )
     kinds = data.add_subparsers(dest="kind", required=True, metavar="KIND", parser_class=Parser)
     planet = add(
-        kinds, "demo", commands.run_data_demo,
+        kinds, "demo", fields.run_data_demo,
         "Simulate the demo planet (spherical shallow water) into a store.",
         ("graticule data demo", "graticule data demo --coast",
          "graticule data demo --runs 6 --samples 40 --out data/small.zarr"),
@@ -90,7 +91,7 @@ def build_parser() -> Parser:
     planet.add_argument("--workers", type=int, help="processes (default: one a core)")
 
     ocean = add(
-        kinds, "ocean", commands.run_data_ocean,
+        kinds, "ocean", fields.run_data_ocean,
         "Simulate the forced ocean (tracers in a known flow) into a store.",
         ("graticule data ocean", "graticule data ocean --calendar julian --years 20",
          "graticule data ocean --lat 24 --lon 48 --years 3 --out data/small-ocean.zarr"),
@@ -108,7 +109,7 @@ def build_parser() -> Parser:
     ocean.add_argument("--workers", type=int, help="processes (default: one a core)")
 
     ingest = add(
-        kinds, "ingest", commands.run_data_ingest,
+        kinds, "ingest", fields.run_data_ingest,
         "Bring NetCDF or Zarr fields on a latitude-longitude grid into a store.",
         ("graticule data ingest monthly_navy_winds.cdf --out data/winds.zarr --variables"
          " UWND,VWND --train 1982/1989 --validation 1990 --test 1991/1992",
@@ -155,7 +156,7 @@ def build_parser() -> Parser:
         ingest.add_argument(f"--{split}", metavar="FIRST/LAST", help=f"times of the {split} split")
 
     check = add(
-        kinds, "check", commands.run_data_check,
+        kinds, "check", fields.run_data_check,
         "Check times, gaps, holes, ranges, lost chunks and statistics; exit code 1 on errors.",
         ("graticule data check data/planet.zarr", "graticule data check data/winds.zarr --json",
          "graticule data check data/ocean.zarr --policy gap=error,hole=error"),
@@ -166,7 +167,7 @@ def build_parser() -> Parser:
         help="error or drop-window, for gap and hole (default: drop-window)",
     )  # fmt: skip
     stats = add(
-        kinds, "stats", commands.run_data_stats,
+        kinds, "stats", fields.run_data_stats,
         "Compute means and standard deviations over the training times.",
         ("graticule data stats data/planet.zarr",
          "graticule data stats data/winds.zarr --train 1982/1989"),

@@ -13,9 +13,7 @@ its leads are on disk, synced, then renamed; then the one before it goes. That o
 needs no states. When the forecast is complete, all of them go.
 """
 
-import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -26,6 +24,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
+
+from graticule.data.durable import sha256_of, sync
 
 FOLDER, COMPLETE, FORMAT = ".restart", "complete.json", "graticule restart 1"
 
@@ -44,7 +44,7 @@ class Kept:
         the file is not as it was written."""
         assert self.path is not None, "a finished forecast has no next lead"
         try:
-            if digest(self.path) != self.sha256:
+            if sha256_of(self.path) != self.sha256:
                 raise OSError("it has another SHA-256 than when it was written")
             with safe_open(self.path, framework="pt") as file:
                 part = (slice(place.start, place.stop) for place in (rows, columns))
@@ -100,19 +100,19 @@ class Record:
         assert states.dtype == np.float32, states.dtype
         path = _file(self._part, place)
         save_file({"states": np.ascontiguousarray(states)}, path)
-        _sync(path)
-        self._starts[place] = digest(path)
+        sync(path)
+        self._starts[place] = sha256_of(path)
 
     def seal(self) -> None:
         text = json.dumps({"format": FORMAT, "lead": self._lead, "starts": self._starts}, indent=1)
         (self._part / COMPLETE).write_text(text + "\n")
         for path in (self._part / COMPLETE, self._part):
-            _sync(path)
+            sync(path)
         final = self._folder / self._name
         if final.exists():  # the same leads, made again from an earlier record
             shutil.rmtree(final)
         self._part.rename(final)
-        _sync(self._folder)
+        sync(self._folder)
         # By their names alone: other processes may be replacing theirs. Between the places of a
         # record there are but such as have all their leads.
         for other in self._folder.glob("starts-*.lead-*"):
@@ -124,18 +124,3 @@ class Record:
 def remove(forecast: Path) -> None:
     """All records of a forecast that is complete."""
     shutil.rmtree(forecast / FOLDER, ignore_errors=True)
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

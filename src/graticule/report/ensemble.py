@@ -10,12 +10,15 @@ from graticule.data.times import UNITS
 from graticule.evaluate.ensemble_scores import ONE_MEMBER, EnsembleScores
 from graticule.report.picture import (
     Picture,
+    corner_line,
     drawing,
     figures,
     lead_words,
+    plain,
     safe_name,
-    short_weights,
+    said,
     svg_of,
+    weights_line,
 )
 from graticule.report.strokes import GREY, WIDTH_INCHES, lead_axis, legend, stroke
 
@@ -61,7 +64,7 @@ def spread_curves(ensemble: EnsembleScores, channel: str) -> Picture:
     ]
     if several:
         parts.append(
-            f"spread over error {_said(ratio[0])} at {told[0]} and {_said(ratio[-1])} at {told[-1]}"
+            f"spread over error {said(ratio[0])} at {told[0]} and {said(ratio[-1])} at {told[-1]}"
         )
     return Picture(
         name=name,
@@ -74,14 +77,14 @@ def spread_curves(ensemble: EnsembleScores, channel: str) -> Picture:
             f" {_pairs(ensemble)}. "
             + ("Spread below the error: the ensemble is too sure."
                if several else f"{ONE_MEMBER.capitalize()}.")
-            + f" {_weights(ensemble)}"
+            + f" {weights_line(ensemble.attributes)}"
         ),
         alt=f"{channel}: {'; '.join(parts)}.",
         svg=svg,
         table=[
             {"lead": lead, "lead_hours": hours[k],
-             **{label: _plain(values[k]) for label, values in drawn.items()},
-             **({"spread / error": _plain(ratio[k])} if several else {})}
+             **{label: plain(values[k]) for label, values in drawn.items()},
+             **({"spread / error": plain(ratio[k])} if several else {})}
             for k, lead in enumerate(leads)
         ],
     )  # fmt: skip
@@ -123,18 +126,18 @@ def ratio_curves(ensemble: EnsembleScores, channels: Sequence[str]) -> Picture:
             f"Spread of {_number(ensemble)} over the RMSE of their mean against lead: 1 where the"
             " members are like the truth, below 1 for an ensemble that is too sure. The variance is"
             " averaged over area and times before the root, and has the factor (m + 1) / m. Over"
-            f" {_pairs(ensemble)}. {_weights(ensemble)}"
+            f" {_pairs(ensemble)}. {weights_line(ensemble.attributes)}"
         ),
         alt=(
             "Spread over error of the mean: "
-            + "; ".join(f"{name} {_said(v[0])} at {told[0]} and {_said(v[-1])} at {told[-1]}"
+            + "; ".join(f"{name} {said(v[0])} at {told[0]} and {said(v[-1])} at {told[-1]}"
                         for name, v in lines.items())
             + "."
         ),
         svg=svg,
         table=[
             {"lead": lead, "lead_hours": hours[k],
-             **{name: _plain(values[k]) for name, values in lines.items()}}
+             **{name: plain(values[k]) for name, values in lines.items()}}
             for k, lead in enumerate(ensemble.leads)
         ],
     )  # fmt: skip
@@ -177,7 +180,7 @@ def rank_histogram(ensemble: EnsembleScores, channel: str, leads: Sequence[int])
             f" of {channel}, at lead {', '.join(told)}; land is left out, and among equal values"
             f" the truth's rank is drawn by lot. Level at {1 / (m + 1):.3g} where members are like"
             " the truth; high at both ends for too little spread, in the middle for too much."
-            f" {_weights(ensemble)}"
+            f" {weights_line(ensemble.attributes)}"
         ),
         alt=(
             f"Ranks of the truth of {channel} among {_number(ensemble)}: {'; '.join(parts)}. Beyond"
@@ -187,7 +190,7 @@ def rank_histogram(ensemble: EnsembleScores, channel: str, leads: Sequence[int])
         svg=svg,
         table=[
             {"members_below": k, "expected": 1 / (m + 1),
-             **{f"lead {lead}": _plain(shares[lead - 1, k]) for lead in shown}}
+             **{f"lead {lead}": plain(shares[lead - 1, k]) for lead in shown}}
             for k in range(m + 1)
         ],
     )  # fmt: skip
@@ -197,7 +200,7 @@ def reliability_curves(ensemble: EnsembleScores, threshold: int, leads: Sequence
     """How often an event is where it has a probability, at some leads, against that probability."""
     event = ensemble.sums.thresholds[threshold]
     units = ensemble.channels[event.channel].units
-    said = str(event) if units == "1" else f"{event} {units}"
+    what = str(event) if units == "1" else f"{event} {units}"
     _, scored, _ = _scored(ensemble, event.name)
     shown = [lead for lead in leads if lead in scored][:MOST_LEADS] or scored[-1:]
     told = lead_words([float(ensemble.lead_seconds[lead - 1]) / 3600 for lead in shown])
@@ -217,32 +220,32 @@ def reliability_curves(ensemble: EnsembleScores, threshold: int, leads: Sequence
         axis.set_xlabel("share of members with the event")
         axis.set_ylabel("how often it is")
         axis.grid()
-        axis.set_title(f"{said}; {_corner(ensemble)}", fontsize=9, loc="left")
+        axis.set_title(f"{what}; {_corner(ensemble)}", fontsize=9, loc="left")
         legend(figure, axis.get_legend_handles_labels()[0])
         svg = svg_of(figure, name)
     return Picture(
         name=name,
-        title=f"Reliability of {said}",
+        title=f"Reliability of {what}",
         caption=(
-            f"How often {said} is, against the share of {_number(ensemble)} that have it,"
+            f"How often {what} is, against the share of {_number(ensemble)} that have it,"
             f" at lead {', '.join(told)}, weighted by area, over {_pairs(ensemble)}. On the line,"
-            f" probabilities can be taken at their word. {_weights(ensemble)}"
+            f" probabilities can be taken at their word. {weights_line(ensemble.attributes)}"
         ),
         alt=(
-            f"Probability of {said}: "
+            f"Probability of {what}: "
             + "; ".join(
                 f"at {words} it is {parts['frequency'][lead - 1]:.1%} of area and times, the Brier"
-                f" score is {_said(brier[lead - 1])} (always giving its frequency"
-                f" {_said(parts['uncertainty'][lead - 1])}), of that reliability"
-                f" {_said(parts['reliability'][lead - 1])}"
+                f" score is {said(brier[lead - 1])} (always giving its frequency"
+                f" {said(parts['uncertainty'][lead - 1])}), of that reliability"
+                f" {said(parts['reliability'][lead - 1])}"
                 for lead, words in zip(shown, told, strict=True)
             )
             + "."
         ),
         svg=svg,
         table=[
-            {"lead": lead, "probability": float(p), "weight": _plain(found.weight[lead - 1, k]),
-             "observed": _plain(found.observed[lead - 1, k])}
+            {"lead": lead, "probability": float(p), "weight": plain(found.weight[lead - 1, k]),
+             "observed": plain(found.observed[lead - 1, k])}
             for lead in shown for k, p in enumerate(found.probability)
         ],
     )  # fmt: skip
@@ -289,7 +292,7 @@ def plume_curves(ensemble: EnsembleScores, channel: str, init: int = 0) -> Pictu
         title=f"Members of {channel} at a point",
         caption=(
             f"{channel} ({units}) of {_number(ensemble)}, their mean and the truth at {where}"
-            f" against lead, from {date:{_DATE}}. {_weights(ensemble)}"
+            f" against lead, from {date:{_DATE}}. {weights_line(ensemble.attributes)}"
         ),
         alt=(
             f"{channel} at {where}: "
@@ -303,9 +306,9 @@ def plume_curves(ensemble: EnsembleScores, channel: str, init: int = 0) -> Pictu
         ),
         svg=svg,
         table=[
-            {"lead": int(k) + 1, "lead_hours": hours[row], "truth": _plain(truth[row]),
-             "mean": _plain(mean[row]),
-             **{f"member {n}": _plain(members[row, n]) for n in range(ensemble.num_members)}}
+            {"lead": int(k) + 1, "lead_hours": hours[row], "truth": plain(truth[row]),
+             "mean": plain(mean[row]),
+             **{f"member {n}": plain(members[row, n]) for n in range(ensemble.num_members)}}
             for row, k in enumerate(at)
         ],
     )  # fmt: skip
@@ -328,19 +331,5 @@ def _pairs(ensemble: EnsembleScores) -> str:
     return f"{int(ensemble.scored.sum()):,} forecast fields"
 
 
-def _weights(ensemble: EnsembleScores) -> str:
-    return f"Weights {short_weights(str(ensemble.attributes.get('run_fingerprint', '')))}."
-
-
 def _corner(ensemble: EnsembleScores) -> str:
-    height, width = ensemble.grid.shape
-    weights = short_weights(str(ensemble.attributes.get("run_fingerprint", "")))
-    return f"{_number(ensemble)}; grid {height} x {width}; weights {weights}"
-
-
-def _said(value: float) -> str:
-    return figures(float(value)) if np.isfinite(value) else "undefined"
-
-
-def _plain(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
+    return f"{_number(ensemble)}; {corner_line(ensemble.attributes, ensemble.grid.shape)}"

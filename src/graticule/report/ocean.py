@@ -1,17 +1,19 @@
 """Curves of an ocean's scores by depth: errors and mean profiles."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from graticule.evaluate.ocean import OceanScores
 from graticule.report.picture import (
     Picture,
+    corner_line,
     drawing,
-    figures,
+    plain,
     safe_name,
-    short_weights,
+    said,
     svg_of,
+    weights_line,
 )
 from graticule.report.strokes import (
     GREY,
@@ -55,7 +57,7 @@ def depth_curves(ocean: OceanScores, variable: str) -> Picture:
         _depth_axis(left, depth)
         for axis in (left, right):
             axis.grid()
-        left.set_title(corner_of(ocean), fontsize=9, loc="left")
+        left.set_title(corner_line(ocean.attributes, ocean.grid.shape), fontsize=9, loc="left")
         handles = [*left.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
         legend(figure, handles)
         svg = svg_of(figure, name)
@@ -68,7 +70,8 @@ def depth_curves(ocean: OceanScores, variable: str) -> Picture:
             f"RMSE ({units}; of each time, by area over the sea of each level, then the mean over"
             f" times) and R2 of {variable} against depth, over {_pairs(ocean)}. R2 is 1 minus the"
             " squared error over the variance of the truth around its mean; against climatology,"
-            f" over the squared anomaly. Climatology by {ocean.climatology}. {weights_of(ocean)}"
+            f" over the squared anomaly. Climatology by {ocean.climatology}."
+            f" {weights_line(ocean.attributes)}"
             + (" R2 below -1 is drawn at -1." if cut else "")
             + (f" R2 is not defined on {undefined} levels, where the truth does not vary."
                if undefined else "")
@@ -110,7 +113,7 @@ def profile_curves(ocean: OceanScores, variable: str) -> Picture:
         _depth_axis(left, depth)
         for axis in (left, right):
             axis.grid()
-        left.set_title(corner_of(ocean), fontsize=9, loc="left")
+        left.set_title(corner_line(ocean.attributes, ocean.grid.shape), fontsize=9, loc="left")
         handles = [*left.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
         legend(figure, handles)
         svg = svg_of(figure, name)
@@ -119,7 +122,7 @@ def profile_curves(ocean: OceanScores, variable: str) -> Picture:
         title=f"Mean profile of {variable}",
         caption=(
             f"Mean of {variable} ({units}) over the sea of each level, by area, and over"
-            f" {_pairs(ocean)}; right, forecast - truth. {weights_of(ocean)}"
+            f" {_pairs(ocean)}; right, forecast - truth. {weights_line(ocean.attributes)}"
         ),
         alt=(
             f"Mean of {variable}: "
@@ -172,21 +175,3 @@ def _few(number: int) -> list[int]:
 
 def _pairs(ocean: OceanScores) -> str:
     return f"{int(ocean.weight.any(2).sum()):,} forecast fields"
-
-
-def weights_of(ocean: OceanScores) -> str:
-    return f"Weights {short_weights(str(ocean.attributes.get('run_fingerprint', '')))}."
-
-
-def corner_of(ocean: OceanScores) -> str:
-    height, width = ocean.grid.shape
-    weights = short_weights(str(ocean.attributes.get("run_fingerprint", "")))
-    return f"grid {height} x {width}; weights {weights}"
-
-
-def said(value: Any) -> str:
-    return figures(float(value)) if np.isfinite(value) else "undefined"
-
-
-def plain(value: Any) -> float | None:
-    return float(value) if np.isfinite(value) else None

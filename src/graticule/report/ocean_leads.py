@@ -8,8 +8,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from graticule.evaluate.ocean import DENSITY, HEAT_CAPACITY, Content, OceanScores
-from graticule.report.ocean import corner_of, plain, said, weights_of
-from graticule.report.picture import Picture, drawing, goes, lead_words, safe_name, svg_of
+from graticule.report.picture import (
+    Picture,
+    corner_line,
+    drawing,
+    goes,
+    lead_words,
+    plain,
+    safe_name,
+    said,
+    svg_of,
+    weights_line,
+)
 from graticule.report.strokes import (
     GREY,
     WIDTH_INCHES,
@@ -58,7 +68,7 @@ def content_curves(ocean: OceanScores, kind: str) -> Picture:
         lower.axhline(0, color=GREY, linewidth=1)
         upper.set_ylabel(f"change ({unit})")
         lower.set_ylabel(f"model - truth ({unit})")
-        upper.set_title(corner_of(ocean), fontsize=9, loc="left")
+        upper.set_title(corner_line(ocean.attributes, ocean.grid.shape), fontsize=9, loc="left")
         for axis in (upper, lower):
             axis.grid()
         legend(figure, upper.get_legend_handles_labels()[0])
@@ -75,7 +85,7 @@ def content_curves(ocean: OceanScores, kind: str) -> Picture:
             f" Density {DENSITY:g} kg m-3"
             + (f", heat capacity {HEAT_CAPACITY:g} J kg-1 K-1" if kind == "temperature" else "")
             + "; land on a level is left out of it."
-            f" {weights_of(ocean)}"
+            f" {weights_line(ocean.attributes)}"
         ),
         alt=(
             f"{what.capitalize()}: "
@@ -120,7 +130,9 @@ def mean_curves(ocean: OceanScores, channel: str) -> Picture:
         for source, values in lines.items():
             axis.plot(days / day, values, label=source, **looks[source])
         axis.set_ylabel(f"mean ({units})")
-        axis.set_title(f"{channel}; {corner_of(ocean)}", fontsize=9, loc="left")
+        axis.set_title(
+            f"{channel}; {corner_line(ocean.attributes, ocean.grid.shape)}", fontsize=9, loc="left"
+        )
         axis.grid()
         legend(figure, axis.get_legend_handles_labels()[0])
         svg = svg_of(figure, name)
@@ -133,7 +145,7 @@ def mean_curves(ocean: OceanScores, channel: str) -> Picture:
             f"Mean of {channel} ({units}) over its sea, by area, against lead, over"
             f" {ocean.valid_seconds.shape[0]} initial times; the climatology is by"
             f" {ocean.climatology}. The numbers below hold both without their season, less the"
-            f" climatology. {weights_of(ocean)}"
+            f" climatology. {weights_line(ocean.attributes)}"
         ),
         alt=(
             f"The mean of {channel} is {said(model[0])} {units} at {told[0]} in the forecast"
@@ -184,7 +196,7 @@ def range_curves(ocean: OceanScores) -> Picture:
             max(-2.0, min(-0.1, ends.min() - 0.05)), min(3.0, max(1.1, ends.max() + 0.05))
         )
         axis.set_ylabel("share of the training range")
-        axis.set_title(corner_of(ocean), fontsize=9, loc="left")
+        axis.set_title(corner_line(ocean.attributes, ocean.grid.shape), fontsize=9, loc="left")
         axis.grid(axis="y")
         legend(figure, axis.get_legend_handles_labels()[0])
         svg = svg_of(figure, "range")
@@ -203,7 +215,7 @@ def range_curves(ocean: OceanScores) -> Picture:
             "Least and largest value over sea and initial times by lead, where 0 and 1 (shaded)"
             " are the least and the largest value of the channel in the training times that the"
             " climatology of these dates comes from; of a variable the level that lies farthest"
-            f" out. {weights_of(ocean)}"
+            f" out. {weights_line(ocean.attributes)}"
             + (" The axis is cut at -2 and 3." if ends.min() < -2 or ends.max() > 3 else "")
         ),
         alt=(

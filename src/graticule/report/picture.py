@@ -3,7 +3,7 @@
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,3 +159,24 @@ def short_weights(fingerprint: str) -> str:
     """`7fe2a54bb9e0d08a/step 400` is `7fe2a54b, step 400`."""
     digest, _, step = fingerprint.partition("/")
     return ", ".join(part for part in (digest[:8], step) if part) or "unknown"
+
+
+def weights_line(attributes: Mapping[str, Any]) -> str:
+    """Whose weights made a forecast. attributes: of the forecast."""
+    return f"Weights {short_weights(str(attributes.get('run_fingerprint', '')))}."
+
+
+def corner_line(attributes: Mapping[str, Any], grid: tuple[int, int]) -> str:
+    """The same with the grid's (lat, lon) points, for a corner of a picture."""
+    weights = short_weights(str(attributes.get("run_fingerprint", "")))
+    return f"grid {grid[0]} x {grid[1]}; weights {weights}"
+
+
+def said(value: Any) -> str:
+    """A number in a sentence, if it is one."""
+    return figures(float(value)) if np.isfinite(value) else "undefined"
+
+
+def plain(value: Any) -> float | None:
+    """A number among the data that were drawn: none where it is not finite."""
+    return float(value) if np.isfinite(value) else None

@@ -1,12 +1,11 @@
 """What says that a checkpoint is whole: `complete.json`, size and SHA-256 of all other files."""
 
-import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
+from graticule.data.durable import sha256_of, sync
 from graticule.parallel.talk import Talk
 
 COMPLETE = "complete.json"
@@ -22,7 +21,7 @@ class Sealed(TypedDict):
 def of_file(path: Path) -> Sealed:
     """Sync a file to disk and read what it holds."""
     sync(path)
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def write(folder: Path, files: Mapping[str, Sealed]) -> None:
@@ -51,7 +50,7 @@ def verify(checkpoint: Path, part: str, talk: Talk) -> None:
     ours = []
     for name in sorted(wanted)[talk.rank :: talk.size]:
         try:
-            if _sha256(checkpoint / name) != wanted[name]:
+            if sha256_of(checkpoint / name) != wanted[name]:
                 ours.append(f"{name} has another SHA-256 than when it was written")
         except OSError as error:
             ours.append(f"{name} cannot be read ({error})")
@@ -65,15 +64,6 @@ def damaged(checkpoint: Path, what: str) -> ValueError:
         f"checkpoint {checkpoint} is damaged: {what}."
         " Restore it, or move this folder away to go on from the checkpoint before it"
     )
-
-
-def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _compared(checkpoint: Path, part: str) -> tuple[dict[str, str], list[str]]:
@@ -107,8 +97,3 @@ def _files(checkpoint: Path, part: str) -> Iterable[str]:
     root: Any = checkpoint / part
     there = [root] if root.is_file() else [path for path in root.rglob("*") if path.is_file()]
     return (str(path.relative_to(checkpoint)) for path in there)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

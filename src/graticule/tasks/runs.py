@@ -1,14 +1,11 @@
-"""What a command does with a run's folder: forecast from it, score its forecast, report on it."""
+"""A run's folder: train into it, forecast from it, validate it, score its forecast."""
 
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +17,9 @@ from graticule.data.samples import SampleSource
 from graticule.data.statistics import Statistics
 from graticule.data.store import Store
 from graticule.evaluate import (
-    EnsembleScores,
-    OceanScores,
     Scores,
     evaluate,
-    load_ensemble,
-    load_ocean,
 )
-from graticule.evaluate.scores import FORMAT as SCORES_FORMAT
-from graticule.evaluate.spectra import Spectra
 from graticule.forecast.clock import timing_path
 from graticule.forecast.log import log_path
 from graticule.forecast.reader import open_forecast
@@ -36,19 +27,12 @@ from graticule.forecast.run import forecast
 from graticule.mesh import Mesh
 from graticule.parallel.launch import mesh_of
 from graticule.parallel.talk import everyone
-from graticule.report.folder import STAGES, RunFolder, lineage, plan_of
-from graticule.report.page import require_writable, write_page
-from graticule.report.run_report import run_report
-from graticule.report.subject import Opened, Subject
+from graticule.tasks.stages import Progress
 from graticule.train import checkpoint
 from graticule.train.task import in_steps, require_same_fields
 from graticule.train.trainer import train
 from graticule.train.validate import FILE as VALIDATION
 from graticule.train.validate import STARTS, Wanted, best, read_validation, validate, weights_of
-
-Progress = Callable[[int, int], None]
-Bar = Callable[[str, str], AbstractContextManager[Callable[..., None]]]
-"""(title, unit) -> a progress bar."""
 
 _log = logging.getLogger(__name__)
 
@@ -316,261 +300,6 @@ def evaluate_forecast(
         point=config.evaluate.point,
         progress=progress,
     )  # fmt: skip
-
-
-def no_bar(title: str, unit: str) -> AbstractContextManager[Callable[..., None]]:
-    """A `Bar` that shows nothing."""
-    return nullcontext(lambda *_: None)
-
-
-def record_stage(folder: Path, stage: str, seconds: float) -> None:
-    """Append a stage's wall time to stages.jsonl, if `folder` is a run's; a report shows it."""
-    if not (folder / "config.json").is_file():
-        return
-    ended = datetime.now(UTC).isoformat(timespec="seconds")
-    line = json.dumps({"stage": stage, "seconds": round(seconds, 3), "ended": ended})
-    try:
-        with (folder / STAGES).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-    except OSError as error:  # the stage itself is done, and its result is worth more
-        _log.warning("the time of %s is not recorded: %s", stage, error)
-
-
-def scores_of(
-    path: Path, *, store: str | None = None, force: bool = False, bar: Bar = no_bar
-) -> tuple[dict[str, Any], Spectra]:
-    """The scores and spectra beside a forecast, made where they are missing.
-
-    force: made anew. ValueError where what is there belongs to another forecast.
-    """
-    _, json_path, spectra_path, ocean_path, ensemble_path = _score_files(path)
-    if not force and json_path.is_file() and spectra_path.is_file():
-        read, spectra = _read_scores(json_path, path), Spectra.load(spectra_path)
-        _require_same_forecast(read, spectra.attributes, len(spectra.lead_seconds), spectra_path)
-        beside = {"ocean": ocean_path, "ensemble": ensemble_path}
-        if all(at.is_file() for kind, at in beside.items() if read.get(kind)):
-            return read, spectra
-    began = time.perf_counter()
-    with bar(f"scoring {path.parent.name}/{path.name}", "fields") as advance:
-        scores = evaluate_forecast(path, store=store, progress=advance)
-    assert scores.spectra is not None
-    if not os.access(path.parent, os.W_OK):
-        _log.warning("%s may not be written to: the scores are not kept", path.parent)
-        return scores.to_dict(), scores.spectra
-    # All of them or none: what is left of an earlier scoring is not of this one.
-    save_scores(scores, path, force=force or not json_path.is_file())
-    record_stage(path.parent, "evaluate", time.perf_counter() - began)
-    return _read_scores(json_path, path), scores.spectra
-
-
-def ocean_of(path: Path, scores: dict[str, Any]) -> OceanScores | None:
-    """The scores by depth beside a forecast, which `scores_of` makes with the others; None where
-    these are of no ocean. ValueError where what is there belongs to other scores."""
-    *_, ocean_path, _ = _score_files(path)
-    if not (scores.get("ocean") and ocean_path.is_file()):
-        return None
-    ocean = load_ocean(ocean_path)
-    _require_same_forecast(scores, ocean.attributes, ocean.valid_seconds.shape[1], ocean_path)
-    return ocean
-
-
-def ensemble_of(path: Path, scores: dict[str, Any]) -> EnsembleScores | None:
-    """The scores of the members beside a forecast; None where these are of none. ValueError where
-    what is there belongs to other scores."""
-    *_, ensemble_path = _score_files(path)
-    if not (scores.get("ensemble") and ensemble_path.is_file()):
-        return None
-    found = load_ensemble(ensemble_path)
-    _require_same_forecast(scores, found.attributes, len(found.lead_seconds), ensemble_path)
-    return found
-
-
-def _require_same_forecast(
-    scores: dict[str, Any], attributes: dict[str, Any], num_leads: int, path: Path
-) -> None:
-    """Scores and what lies beside them are files apart: one may have been moved, or be older.
-
-    attributes, num_leads: of the file at `path`.
-    """
-    forecast = scores["provenance"]["forecast"]
-    last = max(row["lead"] for row in scores["rows"])
-    wanted = {
-        "run_fingerprint": forecast.get("run_fingerprint"),
-        "store_fingerprint": scores["provenance"]["store_fingerprint"],
-        "region": scores["region"] or "everywhere",
-    }
-    here = {name: attributes.get(name) for name in wanted}
-    other = [
-        f"{name} {here[name]} there and {wanted[name]} in the scores beside it"
-        for name in wanted
-        if _text(here[name]) != _text(wanted[name])
-    ]
-    if num_leads < last:
-        other.append(f"{num_leads} leads there and {last} in the scores")
-    if other:
-        raise ValueError(f"{path}: {'; '.join(other)}. Give --force to score the forecast again")
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def save_scores(scores: Scores, forecast_path: Path, *, force: bool = False) -> None:
-    """Write the table of scores, their JSON, the spectra, an ocean's scores by depth and an
-    ensemble's scores beside a forecast.
-
-    What is there is kept, scored perhaps in a region; with `force` it is replaced.
-    """
-    csv_path, json_path, spectra_path, ocean_path, ensemble_path = _score_files(forecast_path)
-    if force or not csv_path.exists():
-        scores.write_csv(csv_path, force=force)
-    if force or not json_path.exists():
-        scores.write_json(json_path, force=force)
-    if force or not spectra_path.exists():
-        scores.write_spectra(spectra_path, force=force)
-    if scores.ocean is not None and (force or not ocean_path.exists()):
-        scores.write_ocean(ocean_path, force=force)
-    if scores.ensemble is not None and (force or not ensemble_path.exists()):
-        scores.write_ensemble(ensemble_path, force=force)
-
-
-def _score_files(forecast_path: Path) -> list[Path]:
-    suffixes = (".scores.csv", ".scores.json", ".spectra.nc", ".ocean.nc", ".ensemble.nc")
-    return [forecast_path.with_suffix(suffix) for suffix in suffixes]
-
-
-def _read_scores(json_path: Path, forecast_path: Path) -> dict[str, Any]:
-    try:
-        scores = json.loads(json_path.read_text())
-        made = scores["provenance"]["forecast"]
-        pairs = scores["pairs"] + scores["skipped"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{json_path} is no file of scores ({error!r}); move it away") from error
-    if scores.get("format") != SCORES_FORMAT:
-        raise ValueError(
-            f"{json_path} has format {scores.get('format')!r}, not {SCORES_FORMAT!r}; move it away"
-            " to have the forecast scored again"
-        )
-    with open_forecast(forecast_path) as opened:
-        other = [key for key in made if opened.attributes.get(key) != made[key]]
-        if other or opened.valid_times.size != pairs:
-            raise ValueError(
-                f"{json_path} scores {pairs} fields of {made.get('run_fingerprint')}, and"
-                f" {forecast_path} holds {opened.valid_times.size} of"
-                f" {opened.attributes.get('run_fingerprint')}; give --force to score it again"
-            )
-    return scores
-
-
-def report_run(
-    folder: Path,
-    out: Path | None = None,
-    *,
-    forecast_path: Path | None = None,
-    store: str | None = None,
-    compare: Sequence[str] = (),
-    channels: Sequence[str] = (),
-    init: str | None = None,
-    force: bool = False,
-    bar: Bar = no_bar,
-) -> dict[str, Any]:
-    """Write one HTML page on a run: `folder`, or the run that `folder`/report.json names.
-
-    out: none: report.html in the folder; an earlier report is replaced, another file is not.
-    forecast_path: none: the run's own, if it is there. store: the truth, if it was moved.
-    compare: LABEL=RUN each. channels, init: of the maps and spectra. force: score again.
-    Scores that are missing are made; what cannot be made is told on the page.
-    """
-    out = out or folder / "report.html"
-    plan = plan_of(folder, compare)
-    run = RunFolder.read(plan.run)
-    require_writable(out)
-    troubles: list[str] = []
-    earlier, trouble = lineage(run)
-    troubles += [trouble] if trouble else []
-
-    def scored(path: Path, label: str) -> tuple[dict[str, Any] | None, Spectra | None]:
-        try:
-            return scores_of(path, store=store, force=force, bar=bar)
-        except ValueError as error:
-            troubles.append(f"{label} has no scores and spectra here: {error}")
-            return _scores_alone(path), None
-
-    path = forecast_path or plan.run / "forecast.zarr"
-    opened = Opened.read(path) if forecast_path or path.exists() else None
-    scores, spectra = scored(path, "The forecast") if opened else (None, None)
-    ocean, ensemble = None, None
-    if scores:
-        try:
-            ocean = ocean_of(path, scores)
-        except ValueError as error:
-            troubles.append(f"The forecast has no scores by depth here: {error}")
-        try:
-            ensemble = ensemble_of(path, scores)
-        except ValueError as error:
-            troubles.append(f"The forecast has no scores of its members here: {error}")
-    others, others_scores = {}, {}
-    for label, other in plan.others.items():
-        others[label] = RunFolder.read(other)
-        if not (other / "forecast.zarr").exists():
-            troubles.append(f"{label} has no forecast (graticule forecast {other}): no scores.")
-            continue
-        theirs, _ = scored(other / "forecast.zarr", label)
-        if theirs is not None:
-            others_scores[label] = theirs
-    trained_on = run.config.data.store
-    truth = opened.config.data.store if opened and opened.config else trained_on
-    subject = Subject(
-        run=run,
-        lineage=earlier,
-        forecast=opened,
-        scores=scores,
-        spectra=spectra,
-        ocean=ocean,
-        ensemble=ensemble,
-        store=_store_at(store or truth),
-        training_store=_store_at(trained_on) or _store_at(store or ""),
-        others=others,
-        others_scores=others_scores,
-        seconds=plan.seconds or _seconds(RunFolder.read(plan.run), earlier),
-        chosen=tuple(channels),
-        init=opened.init_of(init) if opened and init else 0,
-        troubles=troubles,
-    )
-    if opened and channels:
-        opened.channels.pick(channels)  # an unknown name is the user's error, not the page's
-    with bar("reporting", "sections") as advance:
-        report = run_report(subject, progress=advance)
-    write_page(out, report.html)
-    return {
-        "report": str(out),
-        "bytes": out.stat().st_size,
-        "sections": report.sections,
-        "pictures": report.pictures,
-        "warnings": report.warnings,
-    }
-
-
-def _scores_alone(path: Path) -> dict[str, Any] | None:
-    """Scores that lie beside a forecast whose spectra cannot be made."""
-    _, json_path, *_ = _score_files(path)
-    try:
-        return _read_scores(json_path, path) if json_path.is_file() else None
-    except ValueError:
-        return None  # told already
-
-
-def _store_at(path: str) -> Store | None:
-    return Store(path) if path and (Path(path) / "zarr.json").is_file() else None
-
-
-def _seconds(run: RunFolder, earlier: Sequence[RunFolder]) -> dict[str, float]:
-    """By stage, the training of earlier runs first."""
-    found = {}
-    for before in reversed(earlier):
-        if spent := before.stage_seconds().get("train"):
-            found[f"train {before.config.name}"] = spent
-    return found | run.stage_seconds()
 
 
 def _only(settings: Sequence[str], allowed: tuple[str, ...]) -> None:

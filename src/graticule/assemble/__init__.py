@@ -1,0 +1,17 @@
+"""From a configuration to a model that runs on a mesh, and what it costs."""
+
+from graticule.assemble.build import (
+    PRECISIONS,
+    Precision,
+    Shapes,
+    build_model,
+    shapes_of,
+    shapes_of_config,
+)
+from graticule.assemble.describe import describe
+from graticule.assemble.layout import Running, assemble, require_no_members
+
+__all__ = [
+    "PRECISIONS", "Precision", "Running", "Shapes", "assemble", "build_model", "describe",
+    "require_no_members", "shapes_of", "shapes_of_config",
+]  # fmt: skip
