@@ -48,7 +48,7 @@ class Mesh:
         shape = tuple(self.sizes.values())
         self._index = dict(zip(AXES, np.unravel_index(self.rank, shape), strict=True))
         self._groups: dict[tuple[str, ...], Any] = {}
-        for axes in (("sequence",), ("tensor",), SAMPLE, WEIGHTS):
+        for axes in (("member",), ("sequence",), ("tensor",), SAMPLE, WEIGHTS):
             self._groups[axes] = self._new_group(axes)
 
     def _new_group(self, axes: tuple[str, ...]) -> Any:
@@ -69,7 +69,8 @@ class Mesh:
 
     def group(self, *axes: str) -> Any:
         """The torch group of the ranks that differ from this one in `axes` only, None where that
-        is this rank alone. axes: one of sequence, tensor, `SAMPLE`, `WEIGHTS`, or none: all."""
+        is this rank alone. axes: one of member, sequence, tensor, `SAMPLE`, `WEIGHTS`, or none:
+        all."""
         if not axes:
             return dist.group.WORLD if self.size > 1 else None
         return self._groups[axes]
