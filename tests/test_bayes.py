@@ -13,26 +13,24 @@ from torch.utils.checkpoint import checkpoint
 
 from graticule.assemble import Shapes, build_model
 from graticule.config import BayesConfig, BeastConfig, Config, SwinConfig, TrainConfig, UNetConfig
-from graticule.model import bayes, draws, elementary
+from graticule.model import draws, elementary
 from graticule.model.bayes import (
     Posterior,
     Prior,
     deviation,
     keep_start,
-    kl,
-    kl_scale,
     make_bayesian,
-    posterior_sums,
     rho_of,
     slope,
-    summary,
     weights_of,
 )
 from graticule.model.draws import Draw, drawing, noise, normal, philox
 from graticule.model.family import Model
 from graticule.model.layers import Conv, Layer, LayerNorm, Linear, TransposedConv
 from graticule.model.units import State, Unit, straight
+from graticule.train import prior as priors
 from graticule.train.optimizer import make_optimizer
+from graticule.train.prior import Pull, kl_scale, posterior_sums, summary
 
 KEY = 0x0123456789ABCDEF
 MAPS = ("softplus", "exp")
@@ -431,13 +429,17 @@ def test_without_a_draw_a_model_that_is_drawn_is_refused() -> None:
 # The prior
 
 
+def kl(model: nn.Module) -> float:
+    return float(posterior_sums(model)[0])
+
+
 @pytest.mark.parametrize("sigma_map", MAPS)
 @pytest.mark.parametrize("kind", ["standard", "scaled", "start"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_kl_and_its_gradient_are_exact(
     sigma_map: Any, kind: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bayes, "_PART", 100)  # several parts of a weight
+    monkeypatch.setattr(priors, "_PART", 100)  # several parts of a weight
     layer = Linear(40, 10).to(dtype)
     make_bayesian(layer, key=len, sigma_map=sigma_map, prior=Prior(kind=kind, sigma=0.7))
     generator = torch.Generator().manual_seed(3)
@@ -449,8 +451,13 @@ def test_the_kl_and_its_gradient_are_exact(
         for name, parameter in layer.named_parameters():
             if not name.endswith("_rho"):
                 parameter.data += 0.3
-    ours = kl(layer)
-    ours.backward()
+    pull = Pull(layer)
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+        pull.take(parameter, 0.5)
+        assert parameter.grad is not None
+        parameter.grad.sub_(1).mul_(2)
+    ours = pull.sums[0]
     assert ours.dtype == torch.float64
     total = torch.zeros((), dtype=torch.float64)
     leaves = {name: p.detach().double().requires_grad_() for name, p in layer.named_parameters()}
@@ -465,7 +472,7 @@ def test_the_kl_and_its_gradient_are_exact(
         ).sum()  # fmt: skip
     total.backward()
     digits = 1e-6 if dtype == torch.float32 else 1e-13
-    assert float(ours.detach()) == pytest.approx(float(total.detach()), rel=digits)
+    assert float(ours) == pytest.approx(float(total.detach()), rel=digits)
     for name, parameter in layer.named_parameters():
         wanted = leaves[name].grad
         assert parameter.grad is not None
@@ -479,21 +486,21 @@ def test_the_kl_counts_each_weight_once_whatever_is_drawn() -> None:
     whole = kl(model)
     with torch.no_grad():
         model(field(), draw=DRAW)
-    assert torch.equal(kl(model), whole)
+    assert kl(model) == whole
     parts = sum(
-        float(kl(layer).detach()) for layer in model.modules()
+        kl(layer) for layer in model.modules()
         if isinstance(layer, Layer) and isinstance(layer.sample, Posterior)
         and not any(isinstance(child, Layer) for child in layer.children())
     )  # fmt: skip
-    assert parts == pytest.approx(float(whole.detach()), rel=1e-13)
+    assert parts == pytest.approx(whole, rel=1e-13)
     layer = next(m for m in model.modules() if isinstance(m, Linear))
     halves = 0.0
     for rows in (slice(0, 5), slice(5, None)):
         part = copy.deepcopy(layer)
         for name, parameter in list(part.named_parameters()):
             setattr(part, name, nn.Parameter(parameter.detach()[rows]))
-        halves += float(kl(part).detach())
-    assert halves == pytest.approx(float(kl(layer).detach()), rel=1e-13)
+        halves += kl(part)
+    assert halves == pytest.approx(kl(layer), rel=1e-13)
 
 
 def test_many_small_terms_are_added_in_float64() -> None:
@@ -507,7 +514,7 @@ def test_many_small_terms_are_added_in_float64() -> None:
     s = float(deviation(layer.get_parameter("bias_rho").detach()[:1], "softplus"))
     mean = float(torch.tensor(1e-3))
     each = (s**2 + mean**2 - 1 - 2 * math.log(s)) / 2
-    assert float(kl(layer).detach()) == pytest.approx(2_001_000 * each, rel=2e-2)
+    assert kl(layer) == pytest.approx(2_001_000 * each, rel=2e-2)
     assert each == pytest.approx(1.5e-6, rel=0.01)  # where a difference of terms near 1/2 is noise
 
 
@@ -523,7 +530,7 @@ def test_a_prior_around_the_start_needs_one() -> None:
     make_bayesian(other, key=len, prior=Prior(kind="start"))
     keep_start(other)
     other.load_state_dict(layer.state_dict())
-    assert torch.equal(kl(other), kl(layer))
+    assert kl(other) == kl(layer)
 
 
 def test_the_kl_is_divided_by_training_samples_and_output_values() -> None:
@@ -533,7 +540,7 @@ def test_the_kl_is_divided_by_training_samples_and_output_values() -> None:
     # Full batch and halves of it have the same prior: N counts items, not steps nor members.
     model = built("swin")
     scale, nll = kl_scale(1.0, 8, 100.0), torch.linspace(1, 2, 8, dtype=torch.float64)
-    prior = scale * float(kl(model).detach())
+    prior = scale * kl(model)
     losses = [float(part.mean()) / 100 + prior for part in (nll, nll[:4], nll[4:])]
     assert losses[0] == pytest.approx((losses[1] + losses[2]) / 2, rel=1e-12)
     with pytest.raises(ValueError, match="the prior of 0 training samples"):
@@ -575,7 +582,7 @@ def test_noise_below_half_a_bfloat16_spacing_is_told_as_lost(s: float, lost: boo
     assert told["signal_to_noise"] == pytest.approx(
         math.sqrt(10_000 * 0.02**2 / (10_100 * s**2)), rel=1e-4
     )
-    assert told["kl"] == pytest.approx(float(kl(layer).detach()))
+    assert told["kl"] == pytest.approx(kl(layer))
     assert told["kl_per_weight"] == pytest.approx(told["kl"] / 10_100)
     assert told["kl_loss"] == 0.5 * told["kl"]
     with drawing(DRAW), torch.no_grad():
@@ -615,7 +622,10 @@ def test_the_loss_is_least_at_the_exact_posterior() -> None:
         with drawing(Draw(step=0, member=0)):
             weight = layer.value("weight", torch.float32)
         nll = ((x * weight.T - y).square() / (2 * noise_sigma**2)).mean(0).sum()
-        (nll + kl_scale(1.0, n, 1) * kl(layer)).backward()
+        nll.backward()
+        pull = Pull(layer)
+        for parameter in (layer.weight, rho):
+            pull.take(parameter, kl_scale(1.0, n, 1))
         found = [layer.weight.grad, rho.grad]
         return [float(g.mean() / g.std() * members**0.5) for g in found]  # type: ignore[union-attr]
 

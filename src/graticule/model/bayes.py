@@ -11,10 +11,6 @@ made in the type of mu and rounded once. eps is never kept: the backward pass dr
 d/d rho = (d/d w) eps s'(rho). One draw holds for all samples and points of a forward pass, and for
 all leads of a rollout: noise by row or point, cheaper by local reparameterisation, would make
 fields that no set of weights makes, so there is none.
-
-What is minimised, with N training items, B items in a step and D output values of an item:
-
-    L = (1 / (B D)) sum_b NLL_b  +  lambda / (N D) KL(q || p)
 """
 
 import math
@@ -29,15 +25,10 @@ from torch.autograd.function import once_differentiable
 
 from graticule.model import elementary
 from graticule.model.draws import current, normal
-from graticule.model.layers import Layer, few
+from graticule.model.layers import Layer
 
 SigmaMap = Literal["softplus", "exp"]
 PriorKind = Literal["standard", "scaled", "start"]
-LOST = 2.0**-9
-"""s / |mu| below which the noise is mostly lost when a weight is rounded to bfloat16: half of the
-spacing of its 8 bits."""
-_PART = 2**20
-"""Numbers of a parameter at a time."""
 
 
 def deviation(rho: Tensor, sigma_map: SigmaMap) -> Tensor:
@@ -191,126 +182,3 @@ def keep_start(model: nn.Module) -> None:
         if isinstance(layer, Layer) and isinstance(layer.sample, Posterior):
             for leaf in layer.sample.keys:
                 setattr(layer, f"{leaf}_start", getattr(layer, leaf).detach().clone())
-
-
-def kl(model: nn.Module) -> Tensor:
-    """KL(q || p) in nats, float64, of the weights that are here, each once; differentiable.
-
-    Of Gaussians it is exact, so it has no noise and needs no member. Of split weights the parts
-    add up; of copies one counts.
-    """
-    total: Tensor | None = None
-    for weight in weights_of(model):
-        prior = weight.posterior.prior
-        if prior.kind == "start" and weight.start is None:
-            raise ValueError(
-                f"the prior is around the weights that a run starts with, and {weight.name} has"
-                " none: call keep_start once they are loaded"
-            )
-        sigma = prior.sigma_of(weight.posterior.num_sources)
-        each = _Kl.apply(weight.mean, weight.rho, weight.start, sigma, weight.posterior.sigma_map)
-        total = each if total is None else total + each
-    if total is None:
-        raise ValueError("no weight of this model is a distribution: set bayes.weights=true")
-    return total
-
-
-class _Kl(torch.autograd.Function):
-    """Sum of log(sp / s) + (s^2 + (mu - m)^2) / (2 sp^2) - 1/2.
-
-    d/d mu = (mu - m) / sp^2, d/d s = s / sp^2 - 1 / s. Terms are made in the weights' type and
-    added in float64.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, mean: Tensor, rho: Tensor, start: Tensor | None, sigma: float,
-        sigma_map: SigmaMap,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(mean, rho, start)
-        ctx.sigma, ctx.sigma_map = sigma, sigma_map
-        total = torch.zeros((), dtype=torch.float64, device=mean.device)
-        for m, r, c in _parts(mean, rho, start):
-            s = deviation(r, sigma_map) / sigma
-            away = (m if c is None else m - c) / sigma
-            # Together, not one sum less another: near the prior each term is nearly 0.
-            terms = (s - 1) * (s + 1) + away * away - 2 * torch.log(s)
-            total += terms.sum(dtype=torch.float64) / 2
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mean, rho, start = ctx.saved_tensors
-        d_mean, d_rho = torch.empty_like(mean), torch.empty_like(rho)
-        out = zip(_flat(d_mean), _flat(d_rho), strict=True)
-        for (m, r, c), (dm, dr) in zip(_parts(mean, rho, start), out, strict=True):
-            scale = grad.to(m.dtype)
-            torch.mul(m if c is None else m - c, scale / ctx.sigma**2, out=dm)
-            s = deviation(r, ctx.sigma_map)
-            dr.copy_((s / ctx.sigma**2 - 1 / s).mul_(slope(r, ctx.sigma_map)).mul_(scale))
-        return d_mean, d_rho, None, None, None
-
-
-def _parts(
-    mean: Tensor, rho: Tensor, start: Tensor | None
-) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    starts = [None] * len(_flat(mean)) if start is None else _flat(start)
-    return few(zip(_flat(mean.detach()), _flat(rho.detach()), starts, strict=True))
-
-
-def _flat(tensor: Tensor) -> list[Tensor]:
-    """Views, `_PART` numbers each."""
-    return list(tensor.view(-1).split(_PART))
-
-
-def kl_scale(cold: float, items: int, outputs: float) -> float:
-    """What the KL is multiplied by beside the mean NLL of an output value: lambda / (N D).
-
-    cold: lambda, below 1 of a cold posterior. items: training samples, N; neither the batches nor
-    what a step has of either. outputs: values that a sample predicts and that count, D.
-    """
-    if items < 1 or outputs <= 0:
-        raise ValueError(
-            f"the prior of {items} training samples with {outputs:g} output values each has no"
-            " weight: both must be above 0"
-        )
-    return cold / (items * outputs)
-
-
-SUMS = ("kl", "count", "mean_square", "variance", "lost")
-
-
-@torch.no_grad()
-def posterior_sums(model: nn.Module) -> Tensor:
-    """(5,) float64 `SUMS` over the weights that are here; those of parts add up."""
-    first = next(weights_of(model), None)
-    device = "cpu" if first is None else first.mean.device
-    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
-    sums[0] = kl(model)
-    for weight in weights_of(model):
-        for m, r, _ in _parts(weight.mean, weight.rho, None):
-            s = deviation(r, weight.posterior.sigma_map)
-            sums[1] += m.numel()
-            sums[2] += m.square().sum(dtype=torch.float64)
-            sums[3] += s.square().sum(dtype=torch.float64)
-            sums[4] += (s < LOST * m.abs()).sum()
-    return sums
-
-
-def summary(sums: Tensor, scale: float) -> dict[str, float]:
-    """What a log says of a posterior. scale: `kl_scale`.
-
-    kl: nats. kl_per_weight: nats. kl_scale, kl_loss: what it is multiplied by, and the product.
-    signal_to_noise: root of sum mu^2 / sum s^2. noise_lost: share of weights whose noise bfloat16
-    mostly rounds away.
-    """
-    value = dict(zip(SUMS, sums.tolist(), strict=True))
-    return {
-        "kl": value["kl"],
-        "kl_per_weight": value["kl"] / value["count"],
-        "kl_scale": scale,
-        "kl_loss": scale * value["kl"],
-        "signal_to_noise": math.sqrt(value["mean_square"] / value["variance"]),
-        "noise_lost": value["lost"] / value["count"],
-    }
