@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from graticule.train.likelihoods import (
-    crps,
-    gaussian,
-    mean_and_variance,
-    moment_sums,
-    moments,
-)
+from graticule.mesh import Mesh
+from graticule.parallel.exchange import Link
+from graticule.parallel.local import LocalRanks
+from graticule.train import likelihoods
+from graticule.train.likelihoods import Moments, Score, score_of
 from graticule.train.loss import LossWeights
 
 M, FLOOR, ALPHA = 5, 0.03, 0.95
@@ -62,30 +60,51 @@ def crps_by_hand(x: Tensor, y: Tensor, alpha: float = ALPHA) -> Tensor:
     return (x - y).abs().mean(0) - (alpha * fair + (1 - alpha) * plain)
 
 
-Ours = Callable[[Tensor, Tensor, LossWeights], Tensor]
-SCORES: dict[str, tuple[Ours, Callable[..., Tensor]]] = {
-    "moments": (
-        lambda x, y, w: moments(x, y, w, num_members=len(x), floor=FLOOR), moments_by_hand
-    ),
-    "gaussian": (
-        lambda x, y, w: gaussian(x, y, w, num_members=len(x), floor=FLOOR), gaussian_by_hand
-    ),
-    "crps": (lambda x, y, w: crps(x, y, w, alpha=ALPHA), crps_by_hand),
+BY_HAND: dict[Any, Callable[..., Tensor]] = {
+    "moments": moments_by_hand, "gaussian": gaussian_by_hand, "crps": crps_by_hand,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SCORES)
+def new(name: Any, of: LossWeights, m: int, alpha: float = ALPHA, **shares: Any) -> Score:
+    return score_of(name, of, num_members=m, floor=FLOOR, alpha=alpha, **shares)
+
+
+def taken(score: Score, x: Tensor, y: Tensor, grad: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(value, gradient of each member) of members that come one at a time, first without."""
+    if score.together:
+        with torch.no_grad():
+            for number, member in enumerate(x):
+                score.of(member, y, number)
+        value = score.settle()
+    leaves = [member.detach().requires_grad_() for member in x]
+    for number, leaf in enumerate(leaves):
+        worth = score.of(leaf, y, number)
+        worth.backward(torch.ones_like(worth) if grad is None else grad)
+        assert not worth.any()
+    if not score.together:
+        value = score.settle()
+    return value, torch.stack([leaf.grad for leaf in leaves])  # type: ignore[misc]
+
+
+def scored(
+    name: Any, x: Tensor, y: Tensor, of: LossWeights, grad: Tensor | None = None,
+    alpha: float = ALPHA,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return taken(new(name, of, len(x), alpha), x, y, grad)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
 @pytest.mark.parametrize("area", [True, False])
 @pytest.mark.parametrize("m", [2, 3, 8])
 def test_a_score_and_its_gradient_are_those_of_its_formula(name: str, area: bool, m: int) -> None:
-    ours, by_hand = SCORES[name]
     (x, y), of = fields(m), weights(area=area)
     grad = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
-    found, wanted = ours(x, y, of), total(by_hand(x, y), of)
+    found, a = scored(name, x, y, of, grad)
+    wanted = total(BY_HAND[name](x, y), of)
     assert found.shape == (3,)
     assert found.dtype == torch.float64
     assert (found - wanted).abs().max() < 1e-12 * wanted.abs().max()
-    (a,), (b,) = (torch.autograd.grad(each, x, grad) for each in (found, wanted))
+    (b,) = torch.autograd.grad(wanted, x, grad)
     assert (a - b).abs().max() < 1e-11 * b.abs().max()
     assert a[..., 1, :2, :3].abs().max() == 0  # land
 
@@ -93,38 +112,36 @@ def test_a_score_and_its_gradient_are_those_of_its_formula(name: str, area: bool
 def test_the_gradient_of_moments_is_the_closed_form() -> None:
     x, y = fields()
     of = weights(land=False, area=False)
-    (ours,) = torch.autograd.grad(SCORES["moments"][0](x, y, of).sum(), x)
+    _, ours = scored("moments", x, y, of)
     x, mean = x.detach(), x.detach().mean(0)
     v = x.var(0, correction=1) + FLOOR**2
     closed = -(y - mean) / (M * v) + (x - mean) / (M - 1) * (1 / v - (y - mean) ** 2 / v**2)
     assert (ours - closed).abs().max() < 1e-12 * closed.abs().max()
 
 
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", BY_HAND)
 @pytest.mark.parametrize("area", [True, False])
 def test_land_counts_nothing_whatever_stands_there(name: str, area: bool) -> None:
     """Trap 18: members that agree on land have no variance there, and no say."""
-    ours, _ = SCORES[name]
     (x, y), of = fields(), weights(area=area)
-    clean = ours(x, y, of)
-    (wanted,) = torch.autograd.grad(clean.sum(), x)
+    clean, wanted = scored(name, x, y, of)
     dirty, target = x.detach().clone(), y.clone()
     dirty[..., ~of.wet], target[..., ~of.wet] = 0.0, math.nan
     dirty[1][..., ~of.wet] = math.inf
-    dirty.requires_grad_()
-    found = ours(dirty, target, of)
-    (grad,) = torch.autograd.grad(found.sum(), dirty)
+    score = new(name, of, M)
+    found, grad = taken(score, dirty, target)
     assert torch.equal(found, clean)
     assert torch.equal(grad, wanted)
-    error, v = mean_and_variance(moment_sums(dirty, target, of.wet), M)
-    assert error[..., ~of.wet].abs().max() == v[..., ~of.wet].abs().max() == 0
+    if isinstance(score, Moments):
+        error, v = score.mean_and_variance()
+        assert error[..., ~of.wet].abs().max() == v[..., ~of.wet].abs().max() == 0
 
 
 def test_what_is_missing_at_sea_is_not_hidden() -> None:
-    for ours, _ in SCORES.values():
+    for name in BY_HAND:
         (x, y), of = fields(), weights()
         y[0, 0, 1, 3, 3] = math.nan
-        assert ours(x, y, of).isnan().tolist() == [False, True, False]
+        assert scored(name, x, y, of)[0].isnan().tolist() == [False, True, False]
 
 
 # Digits
@@ -139,10 +156,15 @@ def test_a_spread_that_is_small_beside_the_field_keeps_its_digits(
     wide = torch.randn(97, 1, 1, 3, 20, 30, generator=generator, dtype=torch.float64)
     x, y = (wide * spread + mean).float().split([96, 1])
     y = y[0]
-    sums = moment_sums(x, y, torch.ones(3, 20, 30, dtype=torch.bool))
-    assert sums.dtype == torch.float32
-    assert sums.shape == (2, *y.shape)
-    error, v = mean_and_variance(sums, 96)
+    score = Moments(
+        LossWeights.of(np.ones((3, 20, 30), bool)), floor=FLOOR, num_members=96, own=96, link=Link()
+    )
+    for number, member in enumerate(x):
+        score.of(member, y, number)
+    assert score.sums is not None
+    assert score.sums.dtype == torch.float32
+    assert score.sums.shape == (2, *y.shape)
+    error, v = score.mean_and_variance()
     exact = x.double().var(0, correction=1)
     assert ((v - exact).abs() / exact).median() < 1e-6
     assert ((v - exact).abs() / exact).max() < 1e-5
@@ -154,102 +176,81 @@ def test_a_spread_that_is_small_beside_the_field_keeps_its_digits(
 
 def test_constant_fields_have_no_variance_and_a_finite_score() -> None:
     of = weights(land=False)
-    x = torch.full((M, *SHAPE), 7.0, requires_grad=True)
-    y = torch.full(SHAPE, 7.0)
-    score = moments(x, y, of, num_members=M, floor=FLOOR)
-    (grad,) = torch.autograd.grad(score.sum(), x)
-    assert mean_and_variance(moment_sums(x, y, of.wet), M)[1].abs().max() == 0
+    x, y = torch.full((M, *SHAPE), 7.0), torch.full(SHAPE, 7.0)
+    score = new("moments", of, M)
+    found, grad = taken(score, x, y)
+    assert isinstance(score, Moments)
+    assert score.mean_and_variance()[1].abs().max() == 0
     expected = math.log(FLOOR) * of.cell.sum((1, 2)) * SHAPE[0] * SHAPE[1]
-    assert score.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+    assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
     assert grad.abs().max() == 0
 
 
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", BY_HAND)
 def test_half_precision_members_are_scored_in_float32(name: str) -> None:
-    ours, by_hand = SCORES[name]
     x, y = fields(dtype=torch.bfloat16)
     of = weights()
-    found = ours(x, y.float(), of)
-    (grad,) = torch.autograd.grad(found.sum(), x)
+    found, grad = scored(name, x, y.float(), of)
     wide = x.detach().double().requires_grad_()
-    wanted = total(by_hand(wide, y.double()), of)
+    wanted = total(BY_HAND[name](wide, y.double()), of)
     (exact,) = torch.autograd.grad(wanted.sum(), wide)
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
     assert grad.dtype == torch.bfloat16
     assert (grad.double() - exact).abs().max() < 2**-8 * exact.abs().max()
 
 
-# Members elsewhere, and one at a time
+# Members elsewhere
 
 
-def cut(x: Tensor, sizes: list[int]) -> list[Tensor]:
-    return [part.detach().requires_grad_() for part in x.split(sizes)]
+def _some(m: int, rows: int | None) -> tuple[Tensor, Tensor, LossWeights]:
+    """Members, target and weights of a stripe of so many rows; none: of all."""
+    (x, y), of = fields(m), weights()
+    here = LossWeights(of.cell[:, :rows].contiguous(), of.wet[:, :rows].contiguous(), of.total)
+    return x.detach()[..., :rows, :], y[..., :rows, :], here
 
 
-@pytest.mark.parametrize("sizes", [[1, 1, 1, 1, 1], [2, 3], [4, 1]])
-def test_moments_over_ranks_are_those_of_one(sizes: list[int]) -> None:
-    """Traps 3 and 5: the variance is of all members, 1/m is in the score, and gradients of a
+def _on_a_rank(name: str, m: int, points: int | None) -> tuple[np.ndarray, np.ndarray, Any]:
+    mesh = Mesh({"member": 2})
+    x, y, of = _some(m, points)
+    own, link = m // 2, Link(mesh.group("member"))
+    first = own * mesh.index("member")
+    score = new(name, of, m, own=own, link=link)
+    value, grad = taken(score, x[first : first + own], y)
+    return value.numpy(), grad.numpy(), dict(link.sent)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize(("m", "points"), [(2, None), (6, None), (4, 0), (4, 1)])
+def test_members_on_two_ranks_are_scored_as_on_one(
+    two: LocalRanks, name: str, m: int, points: int | None
+) -> None:
+    """Traps 3, 4 and 5: the variance is of all members, 1/m is in the score, and gradients of a
     rank's own members are of the whole: they add up over ranks without another factor."""
-    (x, y), of = fields(), weights()
-    whole = moments(x, y, of, num_members=M, floor=FLOOR)
-    (wanted,) = torch.autograd.grad(whole.sum(), x)
-    parts = cut(x, sizes)
-    everywhere = sum(moment_sums(part, y, of.wet) for part in parts)
-    grads, calls = [], []
-
-    def reduce(sums: Tensor) -> Tensor:
-        calls.append(sums.shape)
-        assert isinstance(everywhere, Tensor)
-        return everywhere
-
-    for part in parts:
-        score = moments(part, y, of, num_members=M, floor=FLOOR, reduce=reduce)
-        assert (score - whole).abs().max() < 1e-12 * whole.abs().max()
-        grads += torch.autograd.grad(score.sum(), part)
-    assert calls == [(2, *SHAPE)] * len(parts)  # one sum of two fields
-    assert (torch.cat(grads) - wanted).abs().max() < 1e-12 * wanted.abs().max()
-    # The mean of the ranks' own variances is another number.
-    if min(sizes) > 1:
-        own = sum(part.var(0, correction=1) for part in parts) / len(parts)
-        assert (own - x.var(0, correction=1)).abs().max() > 0.1
+    parts = two.run(_on_a_rank, name, m, points)
+    x, y, of = _some(m, points)
+    value, grad = scored(name, x, y, of)
+    both = sum(part[0] for part in parts)
+    assert np.abs(both - value.numpy()).max() <= 1e-12 * np.abs(value.numpy()).max()
+    ours = np.concatenate([part[1] for part in parts])
+    assert np.abs(ours - grad.numpy()).max(initial=0) <= 1e-12 * np.abs(grad.numpy()).max(initial=0)
+    if points is None:
+        field = 8 * math.prod(SHAPE)
+        # One sum of two fields; half of the members' points there, and a byte each back.
+        wanted = {"moments": 2 * field, "gaussian": 0, "crps": m // 2 * field // 2 * 9 // 8}
+        assert parts[0][2].get("members", 0) == wanted[name]
 
 
-def test_members_can_come_one_at_a_time_once_the_sums_are_known() -> None:
-    (x, y), of = fields(), weights()
-    whole = moments(x, y, of, num_members=M, floor=FLOOR)
-    (wanted,) = torch.autograd.grad(whole.sum(), x)
-    sums = moment_sums(x, y, of.wet)
-    for number, member in enumerate(cut(x, [1] * M)):
-        score = moments(member, y, of, num_members=M, floor=FLOOR, sums=sums)
-        (grad,) = torch.autograd.grad(score.sum(), member)
-        assert torch.equal(score, whole)
-        assert torch.equal(grad[0], wanted[number])
-
-
-def test_gaussian_adds_up_over_members() -> None:
-    """Trap 4: shares of m, not means over a rank's own members."""
-    (x, y), of = fields(), weights()
-    whole = gaussian(x, y, of, num_members=M, floor=FLOOR)
-    (wanted,) = torch.autograd.grad(whole.sum(), x)
-    parts = cut(x, [2, 3])
-    scores = [gaussian(part, y, of, num_members=M, floor=FLOOR) for part in parts]
-    assert (sum(scores) - whole).abs().max() < 1e-12 * whole.abs().max()
-    grads = [torch.autograd.grad(s.sum(), p)[0] for s, p in zip(scores, parts, strict=True)]
-    assert (torch.cat(grads) - wanted).abs().max() < 1e-14 * wanted.abs().max()
-
-
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", BY_HAND)
 def test_points_add_up(name: str) -> None:
-    ours, _ = SCORES[name]
     (x, y), of = fields(), weights()
     halves = [
-        ours(
-            x[..., rows, :], y[..., rows, :],
+        scored(
+            name, x[..., rows, :], y[..., rows, :],
             LossWeights(of.cell[:, rows].contiguous(), of.wet[:, rows].contiguous(), of.total),
-        )
+        )[0]
         for rows in (slice(0, 3), slice(3, None))
     ]  # fmt: skip
-    whole = ours(x, y, of)
+    whole, _ = scored(name, x, y, of)
     assert (sum(halves) - whole).abs().max() < 1e-12 * whole.abs().max()
 
 
@@ -258,32 +259,35 @@ def test_points_add_up(name: str) -> None:
 
 def test_the_crps_of_one_member_is_the_absolute_error_and_of_two_the_crossover() -> None:
     (x, y), of = fields(2), weights(land=False, area=False)
-    one = crps(x[:1], y, of, alpha=0.0)
+    one, _ = scored("crps", x[:1], y, of, alpha=0.0)
     assert (one - (x[0] - y).abs().sum((0, 1, 3, 4))).abs().max() < 1e-12
-    two = crps(x, y, of, alpha=1.0)
+    two, _ = scored("crps", x, y, of, alpha=1.0)
     a, b = x
     crossover = ((a - y).abs() + (b - y).abs() - (a - b).abs()) / 2
     assert (two - crossover.sum((0, 1, 3, 4))).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.95, 1.0])
-def test_more_members_than_a_byte_counts_are_scored_right(alpha: float) -> None:
+def test_more_members_than_a_byte_counts_are_scored_right(
+    alpha: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(likelihoods, "_PART", 50)  # several parts of the points
     (x, y), of = fields(130), weights()
-    found, wanted = crps(x, y, of, alpha=alpha), total(crps_by_hand(x, y, alpha), of)
+    found, a = scored("crps", x, y, of, alpha=alpha)
+    wanted = total(crps_by_hand(x, y, alpha), of)
     assert (found - wanted).abs().max() < 1e-11 * wanted.abs().max()
-    (a,), (b,) = (torch.autograd.grad(each.sum(), x) for each in (found, wanted))
+    (b,) = torch.autograd.grad(wanted.sum(), x)
     assert (a - b).abs().max() < 1e-11 * b.abs().max()
 
 
 def test_members_that_are_equal_do_not_push_each_other() -> None:
     of = weights(land=False, area=False)
     y = torch.zeros(SHAPE)
-    x = torch.ones(4, *SHAPE, requires_grad=True)
-    (grad,) = torch.autograd.grad(crps(x, y, of, alpha=1.0).sum(), x)
+    _, grad = scored("crps", torch.ones(4, *SHAPE), y, of, alpha=1.0)
     assert torch.equal(grad, torch.full_like(grad, 0.25))
     # Two of them: the third pushes both alike.
-    x = torch.stack([torch.full(SHAPE, value) for value in (2.0, 1.0, 2.0)]).requires_grad_()
-    (grad,) = torch.autograd.grad(crps(x, y, of, alpha=1.0).sum(), x)
+    x = torch.stack([torch.full(SHAPE, value) for value in (2.0, 1.0, 2.0)])
+    _, grad = scored("crps", x, y, of, alpha=1.0)
     assert torch.equal(grad[0], grad[2])
     assert grad[0].unique().tolist() == pytest.approx([1 / 3 - 1 / 6])
     assert grad[1].unique().tolist() == pytest.approx([1 / 3 + 2 / 6])
@@ -297,7 +301,7 @@ def test_the_fair_crps_does_not_depend_on_the_number_of_members() -> None:
     for m in (2, 8):
         x = torch.randn(m, *y.shape, generator=generator)
         for alpha, found in scores.items():
-            found.append(float(crps(x, y, of, alpha=alpha)) / 100_000)
+            found.append(float(scored("crps", x, y, of, alpha=alpha)[0]) / 100_000)
     exact = 1 / math.sqrt(math.pi)  # of a standard normal forecast of a standard normal truth
     assert scores[1.0] == pytest.approx([exact, exact], abs=0.005)
     assert scores[0.0] == pytest.approx([exact * 1.5, exact * 1.125], abs=0.005)
@@ -309,14 +313,13 @@ def test_the_fair_crps_does_not_depend_on_the_number_of_members() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x, y, w: moments(x, y, w, num_members=1, floor=FLOOR),
+        (lambda w: new("moments", w, 1),
          r"1 member has no variance: take bayes\.members=2 or more, or bayes\.likelihood=gaussian"),
-        (lambda x, y, w: crps(x, y, w, alpha=0.95),
+        (lambda w: new("crps", w, 1),
          r"CRPS with alpha=0\.95 corrects .* there is 1; take bayes\.members=2 or more, or"),
     ],
 )  # fmt: skip
 def test_one_member_is_an_error_and_not_a_nan(call: Any, message: str) -> None:
     """Trap 5."""
-    (x, y), of = fields(1), weights()
     with pytest.raises(ValueError, match=message):
-        call(x, y, of)
+        call(weights())

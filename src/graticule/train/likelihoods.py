@@ -10,214 +10,275 @@ the field (raw squares of 54,000 +- 30 in float32 do not).
                d/dx_i = e / (m v) + (d_i - e) / (m - 1) x (1/v - e^2 / v^2)
     gaussian   1/m sum_i 1/2 (log floor^2 + d_i^2 / floor^2)
     crps       1/m sum_i |d_i| - c sum_ij |x_i - x_j|,  c = (m - 1 + alpha) / (2 m^2 (m - 1))
+               = sum_i (|d_i| / m - 2 c r_i d_i),  r_i = (members below x_i) - (members above it)
+               d/dx_i = sign(d_i) / m - 2 c r_i
 
-`moments` needs all members, wherever they are, and that by one sum of two fields: S and Q
-(`moment_sums`) add up over members and ranks. Each rank then holds the gradient of the whole for
-its own members, so gradients of weights are summed over the ranks that share members, and 1/m is
-in them already. `gaussian` adds up by itself. `crps` needs all members of a point, and points add
-up: ranks that share members share points for it. alpha 1 is the fair score, 0 that of the members
-as they are.
+Members come one at a time, wherever they are computed. A `Score` hears their deviations, then
+settles, which is where the ranks that share members meet, and after that it knows each member's
+gradient: of `moments` from S and Q, one sum of two fields over the ranks; of `crps` from the ranks
+r_i, for which each rank orders all members at a share of the points. (r_i sum up to 0, so
+deviations do in the place of members; members that are equal have one r and do not push each
+other.) The gradient is of the whole score, so gradients of weights are summed over the ranks that
+share members, and 1/m is in them already.
 
 Where a channel has no value nothing counts: all d are 0 there, and so are variance, score and
 gradient, whatever target and members hold.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
+from abc import abstractmethod
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from graticule.parallel.exchange import Link
 from graticule.train.loss import LossWeights, error_of
 
-Reduce = Callable[[Tensor], Tensor]
-"""A tensor -> its sum over all ranks that share the members."""
+Likelihood = Literal["moments", "gaussian", "crps"]
+_PART = 2**20
+"""Points that are ordered at a time."""
 
 
-def alone(sums: Tensor) -> Tensor:
-    """`Reduce` of one rank that has them all."""
-    return sums
+class Score:
+    """Of one lead of a micro-batch: what its members' deviations come to.
 
-
-def moment_sums(members: Tensor, target: Tensor, wet: Tensor) -> Tensor:
-    """(2, batch, output offset, channel, lat, lon): S and Q of the members that are given.
-
-    members: (member, batch, output offset, channel, lat, lon), normalised, some or all. float32,
-    of float64 in float64. Not differentiable: `moments` is.
+    num_members: of all ranks, of which `own` are heard here, numbered from 0 in `hear`. link: the
+    ranks that share the members, each with as many, in order.
     """
-    with torch.no_grad():
-        sums: Tensor | None = None
-        for member in members:
-            d = error_of(member, target, wet)
-            if sums is None:
-                sums = d.new_zeros(2, *d.shape)
-            sums[0] += d
-            sums[1] += d.square_()
-    assert sums is not None, "no members"
-    return sums
+
+    together = True
+    """Whether a member's gradient depends on the others: then all are heard, and the score is
+    settled, before any of them is differentiated."""
+
+    def __init__(self, weights: LossWeights, *, num_members: int, own: int, link: Link) -> None:
+        assert own * link.size == num_members, (own, link.size, num_members)
+        self.weights, self.num_members, self.own, self.link = weights, num_members, own, link
+        self._heard: set[int] = set()
+        self.settled = False
+
+    def of(self, predicted: Tensor, target: Tensor, number: int) -> Tensor:
+        """(channel,) float64: of one member, whose gradient it has and whose value is 0: `settle`
+        tells what all are worth.
+
+        predicted, target: (batch, output offset, channel, lat, lon), normalised. number: of the
+        member among our own; it may come again, with the same numbers.
+        """
+        return _Score.apply(predicted, target, self, number)
+
+    def heard(self, d: Tensor, number: int) -> None:
+        """d: (batch, output offset, channel, lat, lon) deviations of a member, 0 on land."""
+        if number not in self._heard:
+            assert not self.settled, f"member {number} came after the score was settled"
+            self._heard.add(number)
+            self._hear(d, number)
+
+    def settle(self) -> Tensor:
+        """(channel,) float64: our share of the weighted score; those of the ranks that share the
+        members add up. All of them call it together, once, when each has heard its own."""
+        assert not self.settled, "a score is settled once"
+        assert len(self._heard) == self.own, (self._heard, self.own)
+        self.settled = True
+        return self._settle()
+
+    @abstractmethod
+    def _hear(self, d: Tensor, number: int) -> None: ...
+
+    @abstractmethod
+    def _settle(self) -> Tensor: ...
+
+    def kept(self, d: Tensor) -> Tensor:
+        """What the gradient needs of a member's deviations."""
+        return d
+
+    @abstractmethod
+    def slope(self, kept: Tensor, number: int, dtype: torch.dtype) -> Tensor:
+        """The score's derivative by each of a member's values, of `dtype`: a new tensor."""
+
+    def _weighed(self, score: Tensor) -> Tensor:
+        """(channel,) float64 sums of a score of each value, by what the value counts. In place."""
+        cell, wet = self.weights.cell, self.weights.wet
+        score.mul_(cell) if cell.dtype is not torch.bool else score.masked_fill_(~wet, 0.0)
+        return score.sum((0, 1, -2, -1), dtype=torch.float64)
 
 
-def mean_and_variance(sums: Tensor, num_members: int) -> tuple[Tensor, Tensor]:
-    """(e, v without the floor): the mean's error, and the variance with m - 1 below."""
-    if num_members < 2:
-        raise ValueError(
-            f"{num_members} member has no variance: take bayes.members=2 or more, or"
-            " bayes.likelihood=gaussian"
-        )
-    error = sums[0] / num_members
-    return error, ((sums[1] - sums[0] * error) / (num_members - 1)).clamp_(min=0)
+class _Score(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, predicted: Tensor, target: Tensor, score: Score, number: int) -> Tensor:
+        d = error_of(predicted, target, score.weights.wet)
+        score.heard(d, number)
+        ctx.score, ctx.number, ctx.dtypes = score, number, (predicted.dtype, d.dtype)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(score.kept(d))
+        return torch.zeros(d.shape[2], dtype=torch.float64, device=d.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = ctx.saved_tensors
+        score, (narrow, wide) = ctx.score, ctx.dtypes
+        assert score.settled or not score.together, "all members come before a gradient"
+        cell, wet = score.weights.cell, score.weights.wet
+        weight = grad.to(wide)[:, None, None] * (wet if cell.dtype is torch.bool else cell)
+        slope = score.slope(kept, ctx.number, wide)
+        return slope.mul_(weight).to(narrow), None, None, None
 
 
-def moments(
-    members: Tensor,
-    target: Tensor,
+def score_of(
+    likelihood: Likelihood,
     weights: LossWeights,
     *,
     num_members: int,
     floor: float,
-    sums: Tensor | None = None,
-    reduce: Reduce = alone,
-) -> Tensor:
-    """(channel,) float64 of all `num_members`, with the gradient of those that are given.
+    alpha: float,
+    own: int | None = None,
+    link: Link | None = None,
+) -> Score:
+    """own, link: of several ranks; none: all members are here.
 
-    members: those here, as of `moment_sums`. sums: of all members, where they were made before
-    (then members can come one at a time); None: made and reduced now.
+    ValueError where so few members have no such score.
     """
-    if sums is None:
-        sums = reduce(moment_sums(members, target, weights.wet))
-    return _Moments.apply(members, target, weights.cell, weights.wet, sums, num_members, floor)
+    shares: Any = {
+        "num_members": num_members,
+        "own": num_members if own is None else own,
+        "link": link or Link(),
+    }
+    if likelihood == "moments":
+        return Moments(weights, floor=floor, **shares)
+    if likelihood == "gaussian":
+        return Gaussian(weights, floor=floor, **shares)
+    return Crps(weights, alpha=alpha, **shares)
 
 
-class _Moments(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, members: Tensor, target: Tensor, cell: Tensor, wet: Tensor, sums: Tensor,
-        num_members: int, floor: float,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(members, target, cell, wet, sums)
-        ctx.num_members, ctx.floor = num_members, floor
-        error, v = mean_and_variance(sums, num_members)
-        v.add_(floor**2)
+class Moments(Score):
+    """Of a Gaussian with the members' mean and variance."""
+
+    def __init__(self, weights: LossWeights, *, floor: float, **shares: Any) -> None:
+        super().__init__(weights, **shares)
+        if self.num_members < 2:
+            raise ValueError(
+                f"{self.num_members} member has no variance: take bayes.members=2 or more, or"
+                " bayes.likelihood=gaussian"
+            )
+        self.floor = floor
+        self.sums: Tensor | None = None
+        """(2, batch, output offset, channel, lat, lon): S and Q of who was heard, settled of all.
+        float32, of float64 in float64."""
+
+    def _hear(self, d: Tensor, number: int) -> None:
+        if self.sums is None:
+            self.sums = d.new_zeros(2, *d.shape)
+        self.sums[0] += d
+        self.sums[1].addcmul_(d, d)
+
+    def mean_and_variance(self) -> tuple[Tensor, Tensor]:
+        """(e, v without the floor), the variance with m - 1 below."""
+        assert self.sums is not None
+        error = self.sums[0] / self.num_members
+        away = self.sums[1] - self.sums[0] * error
+        return error, away.div_(self.num_members - 1).clamp_(min=0)
+
+    def _settle(self) -> Tensor:
+        assert self.sums is not None
+        self.link.sum(self.sums, "members")
+        error, v = self.mean_and_variance()
+        v.add_(self.floor**2)
         score = error.square_().div_(v).add_(v.log_()).mul_(0.5)
-        return _weighed(score, cell, wet)
+        return self._weighed(score) / self.link.size
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        members, target, cell, wet, sums = ctx.saved_tensors
-        m = ctx.num_members
-        error, v = mean_and_variance(sums, m)
-        v.add_(ctx.floor**2)
-        weight = _weight_of(grad, cell, wet, error.dtype)
+    def slope(self, kept: Tensor, number: int, dtype: torch.dtype) -> Tensor:
+        error, v = self.mean_and_variance()
+        v.add_(self.floor**2)
         of_mean = error / v
-        of_spread = (1 / v).sub_(of_mean.square()).mul_(weight).div_(m - 1)
-        of_mean.mul_(weight).div_(m)
-        out = torch.empty_like(members)
-        for member, into in zip(members, out, strict=True):
-            away = error_of(member, target, wet).sub_(error)
-            into.copy_(away.mul_(of_spread).add_(of_mean))
-        return out, None, None, None, None, None, None
+        of_spread = (1 / v).sub_(of_mean.square()).div_(self.num_members - 1)
+        return (kept - error).mul_(of_spread).add_(of_mean, alpha=1 / self.num_members)
 
 
-def gaussian(
-    members: Tensor, target: Tensor, weights: LossWeights, *, num_members: int, floor: float
-) -> Tensor:
-    """(channel,) float64, the share of the members that are given; those of all add up.
+class Gaussian(Score):
+    """The mean over members of that of a Gaussian around each, of deviation `floor`."""
 
-    members: as of `moments`, of `num_members` in all.
+    together = False
+
+    def __init__(self, weights: LossWeights, *, floor: float, **shares: Any) -> None:
+        super().__init__(weights, **shares)
+        self.floor = floor
+        self._total = torch.zeros(len(weights.wet), dtype=torch.float64, device=weights.wet.device)
+
+    def _hear(self, d: Tensor, number: int) -> None:
+        score = d.square().div_(2 * self.floor**2).add_(math.log(self.floor))
+        self._total += self._weighed(score)
+
+    def _settle(self) -> Tensor:
+        return self._total / self.num_members
+
+    def slope(self, kept: Tensor, number: int, dtype: torch.dtype) -> Tensor:
+        return kept / (self.floor**2 * self.num_members)
+
+
+class Crps(Score):
+    """The continuous ranked probability score. alpha: 1: fair; 0: of the members as they are."""
+
+    def __init__(self, weights: LossWeights, *, alpha: float, **shares: Any) -> None:
+        super().__init__(weights, **shares)
+        m = self.num_members
+        if m < 2 and alpha > 0:
+            raise ValueError(
+                f"the CRPS with alpha={alpha:g} corrects for the number of members, which takes"
+                f" two: there is {m}; take bayes.members=2 or more, or bayes.alpha=0"
+            )
+        self._spread = (m - 1 + alpha) / (m**2 * (m - 1)) if m > 1 else 0.0
+        self._members: list[Tensor | None] = [None] * self.own
+        self._ranks = torch.empty(0)
+
+    def _hear(self, d: Tensor, number: int) -> None:
+        self._members[number] = d
+
+    def _settle(self) -> Tensor:
+        ours = torch.stack([d for d in self._members if d is not None])
+        self._members.clear()
+        self._ranks = _ranks(ours.flatten(1), self.link).view(ours.shape)
+        total = torch.zeros(ours.shape[3], dtype=torch.float64, device=ours.device)
+        for d, ranks in zip(ours, self._ranks, strict=True):
+            total += self._weighed((ranks * d).mul_(-self._spread).add_(d.abs() / self.num_members))
+        return total
+
+    def kept(self, d: Tensor) -> Tensor:
+        return torch.sign(d).to(torch.int8)
+
+    def slope(self, kept: Tensor, number: int, dtype: torch.dtype) -> Tensor:
+        out = kept.to(dtype).div_(self.num_members)
+        return out.sub_(self._ranks[number], alpha=self._spread)
+
+
+def _ranks(ours: Tensor, link: Link) -> Tensor:
+    """Of each of our members' values how many members are below less how many are above it.
+
+    ours: (our member, point). Each rank orders all members at a share of the points. One byte a
+    value, of 128 members or more two.
     """
-    return _Gaussian.apply(members, target, weights.cell, weights.wet, num_members, floor)
+    own, points = ours.shape
+    share = -(-points // link.size)
+    if link.size > 1:
+        ours = torch.nn.functional.pad(ours, (0, share * link.size - points))
+    # (rank whose points they are, our member, point) -> (rank whose members they are, ...).
+    everyone = _traded(ours.view(own, link.size, share).transpose(0, 1), link).flatten(0, 1)
+    ranks = torch.empty_like(everyone, dtype=torch.int8 if len(everyone) < 128 else torch.int16)
+    for first in range(0, share, _PART):
+        some = everyone[:, first : first + _PART].t().contiguous()
+        ordered = some.sort(-1).values
+        below = torch.searchsorted(ordered, some)
+        below += torch.searchsorted(ordered, some, right=True)
+        ranks[:, first : first + _PART] = below.sub_(len(everyone)).t()
+    back = _traded(ranks.view(link.size, own, share), link)
+    return back.transpose(0, 1).reshape(own, -1)[:, :points]
 
 
-class _Gaussian(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, members: Tensor, target: Tensor, cell: Tensor, wet: Tensor, num_members: int,
-        floor: float,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(members, target, cell, wet)
-        ctx.num_members, ctx.floor = num_members, floor
-        total = torch.zeros(len(wet), dtype=torch.float64, device=members.device)
-        for member in members:
-            score = error_of(member, target, wet).square_().div_(2 * floor**2)
-            total += _weighed(score.add_(math.log(floor)), cell, wet)
-        return total / num_members
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        members, target, cell, wet = ctx.saved_tensors
-        out = torch.empty_like(members)
-        for member, into in zip(members, out, strict=True):
-            d = error_of(member, target, wet).div_(ctx.floor**2 * ctx.num_members)
-            into.copy_(d.mul_(_weight_of(grad, cell, wet, d.dtype)))
-        return out, None, None, None, None, None
-
-
-def crps(members: Tensor, target: Tensor, weights: LossWeights, *, alpha: float) -> Tensor:
-    """(channel,) float64 of all members of these points; points add up.
-
-    members: as of `moments`, all of them. alpha: 1: fair; 0: as they are; between: almost fair.
-    """
-    if len(members) < 2 and alpha > 0:
-        raise ValueError(
-            f"the CRPS with alpha={alpha:g} corrects for the number of members, which takes two:"
-            f" there is {len(members)}; take bayes.members=2 or more, or bayes.alpha=0"
-        )
-    return _Crps.apply(members, target, weights.cell, weights.wet, alpha)
-
-
-class _Crps(torch.autograd.Function):
-    """With r_i = (members below x_i) - (members above it), sum_ij |x_i - x_j| = 2 sum_i r_i x_i
-    and its gradient is 2 r_i: members that are equal have the same r, and do not push each other.
-
-    Keeps the sum's gradient of each member, a byte each where all have room.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, members: Tensor, target: Tensor, cell: Tensor, wet: Tensor, alpha: float
-    ) -> Tensor:
-        m = len(members)
-        d = torch.stack([error_of(member, target, wet) for member in members], -1)
-        ranks = _ranks(d).to(torch.int8 if m < 128 else torch.int16)
-        signs = torch.sign(d).to(torch.int8)
-        spread = (m - 1 + alpha) / (m**2 * (m - 1)) if m > 1 else 0.0
-        # The ranks add up to 0, so deviations do as well as the members themselves.
-        score = d.abs().sum(-1).div_(m) - (ranks * d).sum(-1).mul_(spread)
-        ctx.save_for_backward(ranks, signs, cell, wet)
-        ctx.spread, ctx.dtypes = spread, (members.dtype, d.dtype)
-        return _weighed(score, cell, wet)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ranks, signs, cell, wet = ctx.saved_tensors
-        dtype, wide = ctx.dtypes
-        weight = _weight_of(grad, cell, wet, wide)
-        m = ranks.shape[-1]
-        out = torch.empty(m, *ranks.shape[:-1], dtype=dtype, device=ranks.device)
-        for i, into in enumerate(out):
-            slope = signs[..., i].to(wide).div_(m).sub_(ranks[..., i], alpha=ctx.spread)
-            into.copy_(slope.mul_(weight))
-        return out, None, None, None, None
-
-
-def _ranks(values: Tensor) -> Tensor:
-    """(..., member) of each how many are below less how many are above, int64."""
-    ordered = values.sort(-1).values
-    below = torch.searchsorted(ordered, values)
-    return below + torch.searchsorted(ordered, values, right=True) - values.shape[-1]
-
-
-def _weighed(score: Tensor, cell: Tensor, wet: Tensor) -> Tensor:
-    """(channel,) float64 sums of a score of each value, by what the value counts. In place."""
-    score.mul_(cell) if cell.dtype is not torch.bool else score.masked_fill_(~wet, 0.0)
-    return score.sum((0, 1, -2, -1), dtype=torch.float64)
-
-
-def _weight_of(grad: Tensor, cell: Tensor, wet: Tensor, dtype: torch.dtype) -> Tensor:
-    """(channel, lat, lon) what a value's gradient is multiplied by; 0 where not wet."""
-    return grad.to(dtype)[:, None, None] * (wet if cell.dtype is torch.bool else cell)
+def _traded(x: Tensor, link: Link) -> Tensor:
+    """(rank, ...): what each rank is given -> what each rank gave us."""
+    if link.size == 1:
+        return x
+    sizes = [int(rank != link.rank) for rank in range(link.size)]
+    others = torch.cat([x[: link.rank], x[link.rank + 1 :]])
+    received = link.exchange(others, sizes, sizes, "members")
+    return torch.cat([received[: link.rank], x[link.rank][None], received[link.rank :]])
