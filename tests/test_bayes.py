@@ -165,6 +165,23 @@ def test_shards_put_together_are_the_whole_draw_bit_for_bit(
     assert torch.equal(torch.cat(parts, dim), whole)
 
 
+@pytest.mark.parametrize("kept", [0, 2**23])
+def test_draws_of_many_small_tensors_at_once_are_those_of_each(
+    kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draws, "_CHUNK", {"cpu": 2**4})  # parts that end within a tensor
+    monkeypatch.setattr(draws, "_POOLED", kept)
+    pool, device = draws.Pool(), torch.device("cpu")
+    shapes = {KEY: (5, 7), KEY + 2**40: (3,), 3: (4, 4), 4: ()}
+    for key, shape in shapes.items():
+        assert pool.takes(key, shape)
+    assert not pool.takes(7, (2**9, 2**8))
+    for words in ((3, 2), (3, 1), (4, 2), (3, 2)):
+        for key, shape in shapes.items():
+            ours = pool.normal(key, words, shape, device)
+            assert torch.equal(ours, normal(key, words, shape))
+
+
 def test_far_indices_have_draws_of_their_own() -> None:
     far = normal(KEY, (0, 0), (2**36, 2), (slice(2**35, 2**35 + 3), slice(None)))
     assert not torch.equal(far, normal(KEY, (0, 0), (3, 2)))
@@ -577,7 +594,7 @@ def test_noise_below_half_a_bfloat16_spacing_is_told_as_lost(s: float, lost: boo
         layer.bias.zero_()
         for leaf in ("weight_rho", "bias_rho"):
             layer.get_parameter(leaf).fill_(rho_of(s, "softplus"))
-    told = summary(posterior_sums(layer), 0.5)
+    told = summary(posterior_sums(layer).tolist(), 0.5)
     assert told["noise_lost"] == pytest.approx(10_000 / 10_100 if lost else 0)
     assert told["signal_to_noise"] == pytest.approx(
         math.sqrt(10_000 * 0.02**2 / (10_100 * s**2)), rel=1e-4

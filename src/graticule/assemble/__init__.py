@@ -9,9 +9,9 @@ from graticule.assemble.build import (
     shapes_of_config,
 )
 from graticule.assemble.describe import describe
-from graticule.assemble.layout import Running, assemble, require_no_members
+from graticule.assemble.layout import Running, assemble
 
 __all__ = [
     "PRECISIONS", "Precision", "Running", "Shapes", "assemble", "build_model", "describe",
-    "require_no_members", "shapes_of", "shapes_of_config",
+    "shapes_of", "shapes_of_config",
 ]  # fmt: skip

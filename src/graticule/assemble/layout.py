@@ -74,7 +74,7 @@ def assemble(
     All ranks call it together. ValueError where a layout does not suit the model.
     """
     settings = config.mesh
-    require_no_members(config)
+    _require_scored(config)
     _require_axes(config, mesh)
     model = unplaced(config, shapes, dtype)
     if isinstance(model, UNet) and model.seam and mesh.rank == 0:
@@ -114,14 +114,14 @@ def assemble(
     return Running(model=model, mesh=mesh, stripes=stripes, shared=shared, links=tuple(links))
 
 
-def require_no_members(config: Config) -> None:
-    """ValueError for what takes a draw: training and forecasting ask for none yet."""
-    if isinstance(config.model, BeastConfig) or config.bayes.draws:
+def _require_scored(config: Config) -> None:
+    """ValueError for a model whose norms hear noise without members that are scored together."""
+    model = config.model
+    if isinstance(model, BeastConfig) and model.nice_noise and config.bayes.likelihood == "none":
         raise ValueError(
-            f"{config.name or 'this model'} computes members of an ensemble, and members are not"
-            " trained yet, nor forecast with: `graticule info` tells what such a model is and"
-            " costs; to train, take a recipe of another family with bayes.weights=false and"
-            " bayes.likelihood=none"
+            f"model.nice_noise={model.nice_noise} makes members of an ensemble, and"
+            " bayes.likelihood=none scores one forecast: choose bayes.likelihood=moments, gaussian"
+            " or crps, or, for a model that is not an ensemble, model.nice_noise=0"
         )
 
 

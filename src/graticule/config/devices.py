@@ -21,6 +21,7 @@ class MeshConfig:
     data: int = 0
     """Samples side by side; 0: what the other axes leave of the processes that were started."""
     member: int = 1
+    """Ranks that share the members of an ensemble (`bayes.members`)."""
     window: int = 1
     """Ranks that share a sample: its stripes, and of a Swin its attention windows too."""
     sequence: int = 1
@@ -49,10 +50,6 @@ class MeshConfig:
         for axis in ("data", "member", "window", "sequence", "tensor"):
             size, least = getattr(self, axis), int(axis in ("member", "window", "tensor"))
             require(size >= least, f"mesh.{axis}={size} must be at least {least}")
-        require(
-            self.member == 1,
-            f"mesh.member={self.member}: there are no ensembles to share yet; leave it at 1",
-        )
         fixed = self.fixed_windows
         if fixed is not None:
             require(

@@ -35,6 +35,25 @@ class Config:
     forecast: ForecastConfig = field(default_factory=ForecastConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
 
+    def __post_init__(self) -> None:
+        members, ranks = self.bayes.members, self.mesh.member
+        if members % ranks:
+            fit = ", ".join(str(n) for n in range(1, members + 1) if members % n == 0)
+            raise ValueError(
+                f"bayes.members={members} cannot be shared evenly by mesh.member={ranks} ranks:"
+                f" take mesh.member={fit}, or bayes.members={-(-members // ranks) * ranks}"
+            )
+        if self.bayes.likelihood == "none":
+            return
+        for key, none in (("gradient_loss", 0.0), ("dynamic_scale", "none")):
+            value = getattr(self.train, key)
+            if value != none:
+                raise ValueError(
+                    f"train.{key}={value} is of a model without members, whose errors are never"
+                    f" negative: with bayes.likelihood={self.bayes.likelihood} set train.{key}="
+                    f"{none}"
+                )
+
     @property
     def swin(self) -> SwinConfig:
         """`model`, for what only a model with attention windows has. ValueError for another."""

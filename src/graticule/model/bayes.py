@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from graticule.model import elementary
-from graticule.model.draws import current, normal
+from graticule.model.draws import Pool, current, normal
 from graticule.model.layers import Layer
 
 SigmaMap = Literal["softplus", "exp"]
@@ -64,7 +64,8 @@ class Posterior:
     """What a layer's weights are drawn by; a layer's `sample`.
 
     keys: of each parameter, 64 bits. shapes: of each parameter, whole. num_sources: of the whole
-    layer. boxes: which part of a parameter is here, where it is not all of it.
+    layer. boxes: which part of a parameter is here, where it is not all of it. pool: where those
+    that are `pooled` are drawn, together with other layers'.
     """
 
     keys: dict[str, int]
@@ -74,15 +75,21 @@ class Posterior:
     initial_sigma: float
     prior: Prior
     boxes: dict[str, tuple[slice, ...]] = field(default_factory=dict)
+    pool: Pool = field(default_factory=Pool)
+    pooled: frozenset[str] = frozenset()
 
     def __call__(self, layer: Layer, leaf: str, dtype: torch.dtype) -> Tensor:
         draw = current()
         mean, rho = getattr(layer, leaf), getattr(layer, f"{leaf}_rho")
-        again = partial(
-            normal, self.keys[leaf], draw.words, self.shapes[leaf], self.boxes.get(leaf),
-            mean.device,
-        )  # fmt: skip
+        again = partial(self._drawn, leaf, draw.words, mean.device)
         return _Sample.apply(mean, rho, again, self.sigma_map, dtype)
+
+    def _drawn(self, leaf: str, words: tuple[int, int], device: torch.device) -> Tensor:
+        key, box = self.keys[leaf], self.boxes.get(leaf)
+        if leaf in self.pooled:
+            whole = self.pool.normal(key, words, self.shapes[leaf], device)
+            return whole if box is None else whole[box]
+        return normal(key, words, self.shapes[leaf], box, device)
 
     @torch.no_grad()
     def reset(self, layer: Layer) -> None:
@@ -129,18 +136,23 @@ def make_bayesian(
     key: of a parameter's name, 64 bits. initial_sigma: of each deviation, in 1 / sqrt(3 n), n
     products that an output adds up: relative to the usual initial values. The means stay.
     """
+    pool = Pool()
     for path, layer in model.named_modules():
         if not isinstance(layer, Layer) or not layer.bayesian:
             continue
         assert layer.sample is None, f"{path} is Bayesian already"
         means = dict(layer.named_parameters(recurse=False))
+        keys = {leaf: key(f"{path}.{leaf}") for leaf in means}
+        shapes = {leaf: tuple(mean.shape) for leaf, mean in means.items()}
         posterior = Posterior(
-            keys={leaf: key(f"{path}.{leaf}") for leaf in means},
-            shapes={leaf: tuple(mean.shape) for leaf, mean in means.items()},
+            keys=keys,
+            shapes=shapes,
             num_sources=layer.num_sources,
             sigma_map=sigma_map,
             initial_sigma=initial_sigma,
             prior=prior or Prior(),
+            pool=pool,
+            pooled=frozenset(leaf for leaf in means if pool.takes(keys[leaf], shapes[leaf])),
         )
         for leaf, mean in means.items():
             layer.register_parameter(f"{leaf}_rho", nn.Parameter(torch.empty_like(mean)))
@@ -157,8 +169,13 @@ class Weight:
     name: str
     mean: Tensor
     rho: Tensor
-    start: Tensor | None
     posterior: Posterior
+    layer: Layer
+
+    @property
+    def start(self) -> Tensor | None:
+        """The mean of the prior `start`, once it is there."""
+        return getattr(self.layer, f"{self.name.rpartition('.')[2]}_start", None)
 
 
 def weights_of(model: nn.Module) -> Iterator[Weight]:
@@ -170,8 +187,8 @@ def weights_of(model: nn.Module) -> Iterator[Weight]:
                     name=f"{path}.{leaf}",
                     mean=getattr(layer, leaf),
                     rho=getattr(layer, f"{leaf}_rho"),
-                    start=getattr(layer, f"{leaf}_start", None),
                     posterior=layer.sample,
+                    layer=layer,
                 )
 
 

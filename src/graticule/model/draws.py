@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ _WORD = 0xFFFFFFFF
 _MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 _CHUNK = {"cpu": 2**15, "cuda": 2**22}
 """Counters at a time: what passes stays in a CPU's cache, and is small beside the rest on a GPU."""
+_SMALL, _POOLED = 2**16, 2**23
+"""Numbers of a small tensor at most, and of those that are kept (32 MiB)."""
 _LEADS, _VALUES = 2**24, 2**10
 """Of an item's noise: leads that have their own, values at most."""
 
@@ -152,6 +155,54 @@ def normal(
     return out.view(sizes)
 
 
+class Pool:
+    """Draws of many small tensors at once, kept for a few draws: of a small one its numbers cost
+    less than asking for them. The bits are those of `normal`."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._kept: dict[Any, dict[Any, Tensor]] = {}
+
+    def takes(self, key: int, shape: tuple[int, ...]) -> bool:
+        """Whether it takes a tensor in, which then has its draws here."""
+        size = math.prod(shape)
+        if not 0 < size <= _SMALL:
+            return False
+        self._sizes[key, shape] = size
+        return True
+
+    def normal(
+        self, key: int, words: tuple[int, int], shape: tuple[int, ...], device: torch.device
+    ) -> Tensor:
+        """Of one of its tensors, whole: not to be written to."""
+        if draw := self._kept.get((words, device)):
+            return draw[key, shape]
+        draw = self._all(words, device)
+        # What is traced has no values, and is of its trace alone.
+        if type(draw[key, shape]) is Tensor:
+            numbers = sum(self._sizes.values())
+            while self._kept and (len(self._kept) + 1) * numbers > _POOLED:
+                self._kept.pop(next(iter(self._kept)), None)
+            self._kept[words, device] = draw
+        return draw[key, shape]
+
+    def _all(self, words: tuple[int, int], device: torch.device) -> dict[Any, Tensor]:
+        blocks = [-(-size // 4) for size in self._sizes.values()]
+        counters = torch.cat([torch.arange(count, device=device) for count in blocks])
+        keys = torch.tensor(
+            [[key & _WORD, key >> 32 & _WORD] for key, _ in self._sizes], device=device
+        )
+        each = keys.repeat_interleave(torch.tensor(blocks, device=device), 0).t()
+        out = torch.empty(len(counters), 4, device=device)
+        for first in range(0, len(counters), _chunk(device)):
+            some = slice(first, first + _chunk(device))
+            out[some] = _normals(each[:, some], words, counters[some])
+        return {
+            name: numbers.flatten()[:size].view(name[1])
+            for (name, size), numbers in zip(self._sizes.items(), out.split(blocks), strict=True)
+        }
+
+
 def _run_of(
     key: int, words: tuple[int, int], first: int, count: int, device: torch.device | str
 ) -> Tensor:
@@ -169,7 +220,7 @@ def _chunk(device: torch.device | str) -> int:
     return _CHUNK["cpu" if torch.device(device).type == "cpu" else "cuda"]
 
 
-def _normals(key: int, words: tuple[int, int], blocks: Tensor) -> Tensor:
+def _normals(key: int | Tensor, words: tuple[int, int], blocks: Tensor) -> Tensor:
     """(...) block numbers -> (..., 4) normal numbers (Box and Muller, 1958)."""
     radius, angle = philox(key, words, blocks)
     # r (cos a, sin a). a is 45 degrees and up to 45 more or less, mirrored at both axes by two of
@@ -183,16 +234,18 @@ def _normals(key: int, words: tuple[int, int], blocks: Tensor) -> Tensor:
     return torch.cat([pair[0], pair[1]], -1)
 
 
-def philox(key: int, words: tuple[int, int], blocks: Tensor) -> tuple[Tensor, Tensor]:
+def philox(key: int | Tensor, words: tuple[int, int], blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Words (0, 2) and (1, 3) of 32 bits, each (2, ...) int64, for counters (low and high word of
-    the block, words)."""
+    the block, words). key: of 64 bits, or (2, ...) the low and the high word of each block's."""
     even = torch.stack([blocks & _WORD, torch.full_like(blocks, words[0])])
     odd = torch.stack([blocks >> 32 & _WORD, torch.full_like(blocks, words[1])])
     shape = 2, *[1] * blocks.dim()
-    multipliers, weyl, keys = (
-        torch.tensor(pair, device=blocks.device).view(shape)
-        for pair in (_MULTIPLIERS, _WEYL, (key & _WORD, key >> 32 & _WORD))
+    multipliers, weyl = (
+        torch.tensor(pair, device=blocks.device).view(shape) for pair in (_MULTIPLIERS, _WEYL)
     )
+    if isinstance(key, int):
+        key = torch.tensor([key & _WORD, key >> 32 & _WORD], device=blocks.device).view(shape)
+    keys = key
     for _ in range(10):
         # Of 64 bits with a sign: the product wraps round, and its bits are right.
         product = even.mul_(multipliers)

@@ -5,7 +5,7 @@ global weight. A part that tensor parallelism cut is summed over the other axes 
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ def shard_weights(
 
     everyone, both = mesh.device_meshes
     narrow = config.gather == "compute" and compute_dtype != next(model.parameters()).dtype
+    # A deviation's parameter would move in steps, and a weight is drawn before it is rounded.
+    narrow = narrow and not any(name.endswith("_rho") for name, _ in model.named_parameters())
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype if narrow else None,
         reduce_dtype=torch.float32 if narrow else None,
@@ -109,11 +111,11 @@ class SharedWeights:
 
     Make it when the parameters have their memory: `shard_weights` replaces them. All ranks call
     the same methods in the same order. links: by the axes they join; `sent` counts their bytes.
-    sample_size: ranks that share a sample.
+    sample_size: ranks that are given the same sample, its stripes or other members of it.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self.sample_size = mesh.sample_size
+        self.sample_size = mesh.sample_size * mesh.sizes["member"]
         self.links = {axes: Link(mesh.group(*axes)) for axes in ((), WEIGHTS, ("tensor",))}
         alone = Link()
         # Who else holds the same numbers, by the axes over which a parameter is cut.
@@ -132,20 +134,32 @@ class SharedWeights:
                 self._parameters.setdefault(link, []).append(parameter)
 
     @torch.no_grad()
-    def reduce(self) -> None:
+    def reduce(self, then: Callable[[nn.Parameter, int], None] | None = None) -> None:
         """Sum the gradients, in place, over the ranks that hold the same parameter; what is
         sharded has been summed already. Once in a step, after its last backward pass.
 
         A parameter without a gradient gets zeros, in every layout: ranks need not agree on who
         has one, and the optimizer treats it everywhere alike.
+        then: called with each parameter whose gradient is summed up, and how many ranks hold the
+        same one, while others are on their way.
         """
         for link, parameters in self._parameters.items():
             for parameter in parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            if link.size > 1:
-                for bucket in _buckets(self._gradients(parameters)):
-                    _sum_(bucket, link)
+            before: list[nn.Parameter] = []
+            arrive: Callable[[], object] = _there
+            for bucket in _buckets(parameters):
+                coming = _sum_later(self._gradients(bucket), link)
+                arrive()
+                if then:
+                    for parameter in before:
+                        then(parameter, link.size)
+                before, arrive = bucket, coming
+            arrive()
+            if then:
+                for parameter in before:
+                    then(parameter, link.size)
 
     @torch.no_grad()
     def total(self, sums: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,26 +187,39 @@ class SharedWeights:
         return [local(p.grad) for p in parameters if p.grad is not None]
 
 
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """In order, those that follow one another together up to `BUCKET_BYTES`."""
-    bucket: list[Tensor] = []
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """In order, those that follow one another together up to `BUCKET_BYTES` of gradients."""
+    bucket: list[nn.Parameter] = []
     size = 0
-    for gradient in gradients:
-        if bucket and size + gradient.nbytes > BUCKET_BYTES:
+    for parameter in parameters:
+        nbytes = local(parameter).nbytes
+        if bucket and size + nbytes > BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0
-        bucket.append(gradient)
-        size += gradient.nbytes
+        bucket.append(parameter)
+        size += nbytes
     if bucket:
         yield bucket
 
 
-def _sum_(bucket: list[Tensor], link: Link) -> None:
+def _there() -> None:
+    """Of gradients that nobody waits for."""
+
+
+def _sum_later(bucket: list[Tensor], link: Link) -> Callable[[], object]:
+    """Start to sum them up; what is returned waits until they are."""
+    if link.size == 1:
+        return _there
     if len(bucket) == 1 and bucket[0].is_contiguous():
-        link.sum(bucket[0], "gradients")
-        return
+        wait = link.sum_later(bucket[0], "gradients")
+        return wait
     flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-    link.sum(flat, "gradients")
-    parts = flat.split([gradient.numel() for gradient in bucket])
-    for gradient, part in zip(bucket, parts, strict=True):
-        gradient.copy_(part.view_as(gradient))
+    wait = link.sum_later(flat, "gradients")
+
+    def arrive() -> None:
+        wait()
+        parts = flat.split([gradient.numel() for gradient in bucket])
+        for gradient, part in zip(bucket, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    return arrive

@@ -6,7 +6,7 @@ on both sides beforehand, so no sizes travel. The adjoint of an exchange is the 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -95,17 +95,26 @@ class Link:
 
     def sum(self, x: Tensor, what: str) -> Tensor:
         """The sum over the ranks, the same bits on each. In place. Not differentiable."""
+        self.sum_later(x, what)()
+        return x
+
+    def sum_later(self, x: Tensor, what: str) -> Callable[[], object]:
+        """The same, under way; what is returned waits for it."""
         if self.size > 1 and self._is_few(x):
             x.copy_(self.gather(x, what).sum(0))
         elif self.size > 1 and x.numel():
             self.sent[what] += 2 * (self.size - 1) * x.numel() * x.element_size() // self.size
-            dist.all_reduce(x, group=self.group)
-        return x
+            return dist.all_reduce(x, group=self.group, async_op=True).wait
+        return _nothing
 
     def _is_few(self, x: Tensor) -> bool:
         """Whether each rank had better send these to each other: of gloo an all-to-all takes the
         fewest messages."""
         return 0 < x.nbytes <= _FEW_BYTES and dist.get_backend(self.group) == "gloo"
+
+
+def _nothing() -> None:
+    """Waits for what is there."""
 
 
 # torch 2.13 renames both and warns of the former names; 2.11 and 2.12 know no others.

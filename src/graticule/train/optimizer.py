@@ -118,6 +118,8 @@ class Average:
     the average of the means, mean(A) E[x], exactly, and their variance is the average of the
     variances but for the spread of the weights squared, of second order. Copies are wrong to first
     order, by how far the weights have moved since. A buffer that does not change stays what it is.
+
+    How far a weight is spread (`_rho`) is that of the newest weights.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -136,7 +138,7 @@ class Average:
         for name, value in model.state_dict().items():
             # Of a sharded parameter, this rank's part: no communication.
             ours, value = local(self.tensors[name]), local(value)
-            if value.is_floating_point():
+            if value.is_floating_point() and not name.endswith("_rho"):
                 ours.lerp_(value, share)
             else:
                 ours.copy_(value)

@@ -9,7 +9,7 @@ gradients that the ranks have summed up.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -40,11 +40,6 @@ class Pull:
     def __init__(self, model: nn.Module) -> None:
         self._of: dict[Tensor, tuple[Weight, bool]] = {}
         for weight in weights_of(model):
-            if weight.posterior.prior.kind == "start" and weight.start is None:
-                raise ValueError(
-                    f"the prior is around the weights that a run starts with, and {weight.name} has"
-                    " none: call keep_start once they are loaded"
-                )
             self._of[weight.mean], self._of[weight.rho] = (weight, False), (weight, True)
         if not self._of:
             raise ValueError("no weight of this model is a distribution: set bayes.weights=true")
@@ -62,6 +57,11 @@ class Pull:
         if parameter not in self._of:
             return
         weight, is_rho = self._of[parameter]
+        if weight.posterior.prior.kind == "start" and weight.start is None:
+            raise ValueError(
+                f"the prior is around the weights that a run starts with, and {weight.name} has"
+                " none: call keep_start once they are loaded"
+            )
         sums = torch.zeros_like(self.sums)
         gradient = None if parameter.grad is None or not scale else local(parameter.grad)
         # A gradient's memory may be in another order than its parameter's.
@@ -130,14 +130,14 @@ def kl_scale(cold: float, items: int, outputs: float) -> float:
     return cold / (items * outputs)
 
 
-def summary(sums: Tensor, scale: float) -> dict[str, float]:
+def summary(sums: Sequence[float], scale: float) -> dict[str, float]:
     """What a log says of a posterior. scale: `kl_scale`.
 
     kl: nats. kl_per_weight: nats. kl_scale, kl_loss: what it is multiplied by, and the product.
     signal_to_noise: root of sum mu^2 / sum s^2. noise_lost: share of weights whose noise bfloat16
     mostly rounds away.
     """
-    value = dict(zip(SUMS, sums.tolist(), strict=True))
+    value = dict(zip(SUMS, sums, strict=True))
     return {
         "kl": value["kl"],
         "kl_per_weight": value["kl"] / value["count"],

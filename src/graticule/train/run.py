@@ -17,6 +17,7 @@ from graticule.config import Config
 from graticule.data.loader import Batch, Loader, Order
 from graticule.memory.apply import Memory
 from graticule.mesh import Mesh
+from graticule.model.bayes import keep_start
 from graticule.parallel.launch import mesh_of, processes
 from graticule.train import checkpoint
 from graticule.train.dynamic_scale import DynamicScale
@@ -68,6 +69,8 @@ class Run:
                     " normalised in another way",
                     loaded.checkpoint,
                 )
+        if task.config.bayes.weights and task.config.bayes.prior == "start":
+            keep_start(model)
         self.optimizer = make_optimizer(model, self.settings)
         self.average = Average(model, self.settings.ema_decay) if self.settings.ema_decay else None
         if start is not None:
@@ -192,6 +195,7 @@ class Run:
             average=self.average,
             shared=self.task.running.shared,
             memory=self.memory,
+            ensemble=self.task.ensemble,
             tell=tell,
         )
         result = take(step)
@@ -202,6 +206,8 @@ class Run:
         line: dict[str, Any] = {"step": self.step, "loss": result.loss}
         if result.scaled_loss is not None:
             line["scaled_loss"] = result.scaled_loss
+        if result.posterior:
+            line |= result.posterior
         if leads > 1:
             line["lead_losses"] = list(result.lead_losses)
         line |= {

@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,10 @@ from graticule.parallel.data import SharedWeights
 from graticule.train.dynamic_scale import DynamicScale
 from graticule.train.objective import MicroBatch, Objective
 from graticule.train.optimizer import Average
+from graticule.train.prior import SUMS, summary
+
+if TYPE_CHECKING:
+    from graticule.train.members import Ensemble
 
 T = TypeVar("T")
 
@@ -70,8 +74,9 @@ class StepResult:
     """loss: summed over leads, whatever factors the channels have. lead_losses: of each.
     gradient_norm: before clipping. applied: False where a float16 step was left out and the loss
     scale lowered. told: the sum of what the ranks told each other. scaled_loss: the loss that was
-    minimised, with the channels' factors, where they have any. All of it is the same on every
-    rank."""
+    minimised, with the channels' factors, where they have any. posterior: of weights that are
+    distributions, as `prior.summary` says; what their prior adds is in the loss, and in no lead's.
+    All of it is the same on every rank."""
 
     loss: float
     lead_losses: tuple[float, ...]
@@ -79,6 +84,7 @@ class StepResult:
     applied: bool
     told: float = 0.0
     scaled_loss: float | None = None
+    posterior: dict[str, float] | None = None
 
 
 def training_step(
@@ -96,6 +102,7 @@ def training_step(
     average: Average | None = None,
     shared: SharedWeights | None = None,
     memory: Memory | None = None,
+    ensemble: "Ensemble | None" = None,
     tell: float = 0.0,
 ) -> StepResult:
     """Take optimizer step `step` on the micro-batches, which hold `samples` samples in all.
@@ -105,6 +112,7 @@ def training_step(
     of this step's first lead. Gradients stay in `.grad`, clipped, until the next step.
     shared: the ranks that train this model together; None: this process alone.
     memory: what is kept and what is computed again; None: everything is kept.
+    ensemble: the members of each sample, and the prior of weights that are drawn.
     tell: a number that is added up over the ranks, at no further wait.
     ValueError where loss or gradient is not finite; the parameters are then untouched.
     """
@@ -118,26 +126,36 @@ def training_step(
     factors = sums.new_ones(channels)
     if dynamic_scale:
         factors = sums.new_tensor(dynamic_scale.factors)
-    rollout = Differentiated(model, objective, factors * (scale / weight), memory or Memory())
+    given = model, objective, factors * (scale / weight), memory or Memory()
+    rollout = ensemble.rollouts(step, *given) if ensemble else Differentiated(*given)
+    pull = ensemble.pull if ensemble else None
     for batch in _ranged(batches, itertools.repeat("data wait")):
         seen += batch.init_times
         rollout(batch, sums)
 
     with span("communication"):
-        shared.reduce()
+        shared.reduce(ensemble.pulled(scale) if ensemble else None)
         others = torch.tensor([len(seen), tell], dtype=torch.float64, device=sums.device)
         parts = [sums.sum(1) / weight, others]
         if dynamic_scale:
             parts += [(sums * factors).sum().reshape(1) / weight, sums[0] * (channels / weight)]
+        if pull:
+            parts.append(pull.sums)
         totals, norm = shared.total(torch.cat(parts))
         # The only wait for the device in a step.
         *found, gradient_norm = torch.cat([totals, norm.reshape(1)]).tolist()
     lead_losses, (came, told), scaled = found[:leads], found[leads : leads + 2], found[leads + 2 :]
     gradient_norm /= scale
+    posterior = None
+    if ensemble and pull:
+        scaled, told_of = scaled[: -len(SUMS)], scaled[-len(SUMS) :]
+        posterior = summary(told_of, ensemble.kl_scale)
     assert came == samples * shared.sample_size, f"{came} samples came, not {samples}"
     with span("optimizer"):
-        loss = math.fsum(lead_losses)
-        result = StepResult(loss, tuple(lead_losses), gradient_norm, True, told)
+        loss = math.fsum([*lead_losses, posterior["kl_loss"] if posterior else 0.0])
+        result = StepResult(
+            loss, tuple(lead_losses), gradient_norm, True, told, posterior=posterior
+        )
         if dynamic_scale:
             result = replace(result, scaled_loss=scaled[0])
         if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
@@ -226,6 +244,7 @@ class Differentiated:
                 done, states = self._forward(lead, leads, states, *self._data(batch), sums)
                 waiting.append(done)
                 del done  # `waiting` alone holds it: it goes when it is differentiated
+            self._settle(leads, sums)
             if leads[-1] == objective.leads:
                 del states
             gradient = None
@@ -246,10 +265,11 @@ class Differentiated:
                     data.append(self._data(batch))
                     with span(f"forward lead {lead}"):
                         x = self._input(states, data[-1][0])
-                        said.append(model(x, *self.memory.runner(lead), added=False))
+                        said.append(self._say(lead, x, added=False))
                         states = self._after(states, model.add(x, said[-1]))
                         del x
             last, end = self._forward(leads[-1], leads, states, *self._data(batch), sums)
+            self._settle(leads, sums)
             del states
             if leads[-1] == objective.leads:
                 del end
@@ -270,6 +290,17 @@ class Differentiated:
             if leads[-1] < objective.leads:
                 after = end
 
+    def _say(self, lead: int, x: Tensor, *, added: bool = True) -> Tensor:
+        """What the model makes of an input; without `added`, what its `add` takes."""
+        return self.model(x, *self.memory.runner(lead), **({} if added else {"added": False}))
+
+    def _error(self, lead: int, predicted: Tensor, labels: Tensor) -> Tensor:
+        """(channel,) float64, whose gradient is taken."""
+        return self.objective.error(predicted, labels)
+
+    def _settle(self, leads: range, sums: Tensor) -> None:
+        """Between the forward passes of a group of leads and its backward passes."""
+
     def _data(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Stored (forcing, labels) of the next lead."""
         with span("data wait"):
@@ -281,7 +312,9 @@ class Differentiated:
         return model_input(states, given, objective.statics)
 
     def _after(self, states: Tensor, output: Tensor) -> Tensor:
-        predicted = at_sea(output, self.objective.weights.wet)
+        return self._fed_back(states, at_sea(output, self.objective.weights.wet))
+
+    def _fed_back(self, states: Tensor, predicted: Tensor) -> Tensor:
         return next_states(states, predicted, self.objective.num_prognostic)
 
     def _forward(
@@ -304,12 +337,12 @@ class Differentiated:
                 if lead > group[0]:
                     wanted = states.new_empty(0).requires_grad_()
                     given = _Given.apply(wanted, given, gradient)
-            output = self.model(self._input(given, forcing), *self.memory.runner(lead))
+            output = self._say(lead, self._input(given, forcing))
             predicted = at_sea(output, objective.weights.wet)
             del output
-            error = objective.error(predicted, labels)
+            error = self._error(lead, predicted, labels)
             sums[lead - 1] += error.detach()
-            states = next_states(given, predicted, objective.num_prognostic)
+            states = self._fed_back(given, predicted)
             edge = None if lead == group[-1] else get_gradient_edge(states)
         return _Lead(get_gradient_edge(error), edge, gradient), states.detach()
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from graticule.assemble import PRECISIONS, Running, assemble, require_no_members, shapes_of
+from graticule.assemble import PRECISIONS, Running, assemble, shapes_of
 from graticule.config import Config, fingerprint
 from graticule.data.loader import Batch, Loader, Order
 from graticule.data.normalise import Normaliser, normalised_statics
@@ -23,6 +23,7 @@ from graticule.mesh import SAMPLE, Dim, Mesh
 from graticule.parallel.exchange import Link
 from graticule.train.differences import Differences
 from graticule.train.loss import LossWeights, loss_kind
+from graticule.train.members import Ensemble, ensemble_of
 from graticule.train.objective import Objective
 
 VALIDATION_SAMPLES = 64
@@ -33,7 +34,8 @@ _log = logging.getLogger(__name__)
 class Task:
     """What a configuration makes of a store: samples, model and objective, before any state.
 
-    source, objective: of the part of the grid that is here (`running.stripes`).
+    source, objective: of the part of the grid that is here (`running.stripes`). ensemble: of
+    models whose members are scored together.
     """
 
     config: Config
@@ -41,6 +43,7 @@ class Task:
     source: SampleSource
     running: Running
     objective: Objective
+    ensemble: Ensemble | None
     train_starts: np.ndarray
     validation_starts: np.ndarray | None
     fingerprints: dict[str, str]
@@ -49,7 +52,6 @@ class Task:
     @classmethod
     def of(cls, config: Config, device: torch.device, mesh: Mesh | None = None) -> "Task":
         """mesh: none: of one process. Of several, all of them make this call together."""
-        require_no_members(config)
         settings, mesh = config.train, mesh or Mesh()
         store = _store_of(config)
         whole = SampleSource(store, config.data)
@@ -117,6 +119,7 @@ class Task:
             source=source,
             running=running,
             objective=objective,
+            ensemble=ensemble_of(config, mesh, running.model, objective, len(train_starts)),
             train_starts=train_starts,
             validation_starts=validation_starts,
             statistics=statistics,
@@ -141,11 +144,16 @@ class Task:
         self.model.eval()
         with torch.no_grad(), closing(self.batches(starts, self.objective.leads)) as batches:
             for batch, counts in batches:
-                for errors in self.objective.errors(self.model, batch):
-                    total += errors.sum() * counts
+                total += self._errors(batch).sum() * counts
         self.model.train()
         total = Link(self.running.mesh.group()).sum(total, "validation")
         return total.item() / self.objective.weight(len(starts))
+
+    def _errors(self, batch: Batch) -> Tensor:
+        """(lead, channel) float64 error sums of a batch, this rank's part."""
+        if self.ensemble:
+            return self.ensemble.errors(self.model, self.objective, batch)
+        return torch.stack(list(self.objective.errors(self.model, batch)))
 
     def batches(self, starts: np.ndarray, leads: int) -> Generator[tuple[Batch, bool], None, None]:
         """This rank's share of samples that start there, and whether a batch counts.
@@ -173,7 +181,8 @@ class Task:
         return self._loader(
             order, numbers, leads=lambda number: settings.leads_at(number // samples + 1),
             batch=settings.batch, rank=mesh.index("data"), ranks=mesh.sizes["data"],
-            roll_seed=settings.seed if settings.roll_longitude else None,
+            # Each member turns its samples by itself.
+            roll_seed=settings.seed if settings.roll_longitude and not self.ensemble else None,
         )  # fmt: skip
 
     def _loader(self, order: Order, numbers: range, **shares: Any) -> Loader:

@@ -1,5 +1,6 @@
 """A recipe's model on several layouts against one process; a run's steps on another layout."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -7,8 +8,8 @@ from typing import Any
 
 import torch
 
-from graticule.assemble import Shapes, require_no_members, shapes_of_config
-from graticule.config import Config, SwinConfig, override
+from graticule.assemble import Shapes, shapes_of_config
+from graticule.config import Config, override
 from graticule.mesh import AXES
 from graticule.parallel.launch import laid_out, ranks_of
 from graticule.parallel.local import LocalRanks, RankError
@@ -22,6 +23,11 @@ LAYOUTS = (
     "data=2,window=2,weights=sharded,shard_unit=model",
 )  # fmt: skip
 """What is verified when nothing else is asked for: four processes at most."""
+MEMBERS = (
+    "member=2", "member=4", "data=2", "data=2,member=2", "member=2,weights=sharded",
+    "data=2,member=2,weights=sharded,shard_unit=model",
+)  # fmt: skip
+"""The same of models whose members are scored together."""
 TOLERANCE = 1e-12
 
 
@@ -67,12 +73,12 @@ def verify(
     full: at the recipe's own size; else `reduced`. Returns what ran, in a line, and a
     verdict for each layout. ValueError for a layout that is no layout.
     """
-    require_no_members(config)
     shapes = shapes_of_config(config)
     if not full:
         config, shapes = reduced(config, shapes)
     config = override(config, [f"mesh.{axis}=1" for axis in AXES])
-    named = {layout: laid_out(config, layout) for layout in layouts or LAYOUTS}
+    tried = layouts or (MEMBERS if config.bayes.members > 1 else LAYOUTS)
+    named = {layout: laid_out(config, layout) for layout in tried}
     # A sample for each of mesh.data at least.
     batch = max(BATCH, *(there.mesh.data for there in named.values()))
     how = torch.float64, STEPS, batch
@@ -152,13 +158,15 @@ def reduced(config: Config, shapes: Shapes) -> tuple[Config, Shapes]:
     windows of 8 x 8 tokens, and 3 x 4 windows less a row and a half of patches: what the grid does
     not fill is padded, as in the recipe; patch, stride and boundary stay. Of a U-Net at most 8
     features and as many columns as the dilations need, five of the coarsest rows and some that
-    make none; levels, dilations and norm stay.
+    make none; levels, dilations and norm stay. Of a BEAST at most 4 heads of 8 features, 2 blocks
+    a stage, windows of 4 x 6 and 6 x 4 tokens and 21 rows; of all at most 4 members.
     """
-    of_family = _small_swin if isinstance(config.model, SwinConfig) else _small_unet
-    small, grid = of_family(config.model, shapes.grid)
+    small, grid = _SMALL[config.model.family](config.model, shapes.grid)
     train = replace(
         config.train, leads=min(config.train.leads, 2), leads_from=(), batch=BATCH, accumulation=1
     )
+    # Of members that hardly differ the variance is rounding, in any layout.
+    bayes = replace(config.bayes, members=min(config.bayes.members, 4), initial_sigma=0.5)
     fewer = {
         name: min(getattr(shapes, name), 4)
         for name in ("num_prognostic", "num_predicted", "num_forcing", "num_static")
@@ -167,7 +175,7 @@ def reduced(config: Config, shapes: Shapes) -> tuple[Config, Shapes]:
         shapes.num_predicted - shapes.num_prognostic, 2
     )
     return (
-        replace(config, model=small, train=train),
+        replace(config, model=small, train=train, bayes=bayes),
         replace(shapes, grid=grid, **fewer),
     )
 
@@ -206,10 +214,31 @@ def _small_unet(model: Any, grid: tuple[int, int]) -> tuple[Any, tuple[int, int]
     return (replace(small, norm_groups=1) if model.norm == "group" else small), (rows, columns)
 
 
+def _small_beast(model: Any, grid: tuple[int, int]) -> tuple[Any, tuple[int, int]]:
+    heads = min(model.heads, 4)
+    width = min(model.width, 8 * heads)
+    window, inner = (
+        (min(tokens[0], most[0]), min(tokens[1], most[1]))
+        for tokens, most in ((model.window_shape, (4, 6)), (model.inner_window_shape, (6, 4)))
+    )
+    small = replace(
+        model, heads=heads, inner_heads=min(model.inner_heads, 4), width=width,
+        depth=min(model.depth, 2), inner_depth=min(model.inner_depth, 2), window=window,
+        inner_window=inner, nice_noise=min(model.nice_noise, 8),
+        norm_groups=max(g for g in range(1, model.norm_groups + 1) if width % g == 0),
+    )  # fmt: skip
+    columns = 2 * math.lcm(model.patch * window[1], 2 * model.patch * inner[1])
+    return small, (min(grid[0], 21), columns)
+
+
+_SMALL = {"swin": _small_swin, "unet": _small_unet, "beast": _small_beast}
+
+
 def size_of(config: Config, shapes: Shapes, batch: int) -> str:
     """What ran, in a line."""
+    members = f" {config.bayes.members} members," if config.bayes.members > 1 else ""
     return (
         f"{shapes.grid[0]} x {shapes.grid[1]} points, {shapes.in_channels} channels in,"
-        f" {shapes.out_channels} out, {config.model.words}, {config.train.leads} leads, batch"
-        f" {batch}"
+        f" {shapes.out_channels} out, {config.model.words}, {config.train.leads} leads,"
+        f"{members} batch {batch}"
     )

@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from graticule.parallel.box import box_of
 from graticule.parallel.data import local
 from graticule.parallel.launch import mesh_of, ranks_of
 from graticule.train.loss import LossWeights
+from graticule.train.members import Ensemble, ensemble_of
 from graticule.train.objective import Objective
 from graticule.train.step import training_step
 
@@ -31,11 +32,13 @@ _LEARNING_RATE = 0.05
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Part:
-    """What one rank computed: of the first micro-batch its samples, its stripe."""
+    """What one rank computed: of the first micro-batch its members, its samples, its stripe.
+    input_gradient: of its own members."""
 
     samples: slice
     rows: slice
     columns: slice
+    members: slice
     output: np.ndarray
     input_gradient: np.ndarray
     weight_gradients: "_Held"
@@ -96,14 +99,19 @@ class Results:
     @classmethod
     def joined(cls, parts: Sequence[Part], shapes: Shapes) -> "Results":
         first = parts[0]
-        fields: dict[str, np.ndarray] = {}
-        for name in ("output", "input_gradient"):
-            tail = getattr(first, name).shape[1:-2]
-            # NaN where no rank says anything: no difference from it is small.
-            whole = np.full((first.samples.stop, *tail, *shapes.grid), np.nan)
-            for part in parts:
-                whole[part.samples][..., part.rows, part.columns] = getattr(part, name)
-            fields[name] = whole
+        # NaN where no rank says anything: no difference from it is small.
+        samples, members = (
+            max(getattr(p, of).stop for p in parts) for of in ("samples", "members")
+        )
+        output = np.full((members, samples, *first.output.shape[2:-2], *shapes.grid), np.nan)
+        gradient = np.full((samples, *first.input_gradient.shape[1:-2], *shapes.grid), np.nan)
+        for part in parts:
+            here = part.samples, ..., part.rows, part.columns
+            output[part.members, *here] = part.output
+            # Members are given the same input.
+            before = gradient[here]
+            gradient[here] = np.where(np.isnan(before), 0.0, before) + part.input_gradient
+        fields = {"output": output, "input_gradient": gradient}
         for part in parts:
             assert part.gradient_norm == first.gradient_norm, "ranks disagree on the norm"
         return cls(
@@ -178,6 +186,7 @@ def measure(
     samples = slice(mesh.index("data"), batch, mesh.sizes["data"])
     assert samples.start < batch, f"a batch of {batch} leaves some of mesh.data without a sample"
     objective = _objective(config, shapes, stripes, dtype)
+    ensemble = ensemble_of(config, mesh, running.model, objective, samples=1000)
 
     def made_up(number: int = 0) -> _Fields:
         return _made_up(config, shapes, samples, stripes, dtype, number)
@@ -190,10 +199,10 @@ def measure(
         return training_step(
             running.model, objective, [first, *more], optimizer=optimizer, step=1,
             samples=batch * config.train.accumulation, learning_rate=rate,
-            clip_norm=0.0 if rate == 0.0 else 1.0, shared=running.shared,
+            clip_norm=0.0 if rate == 0.0 else 1.0, shared=running.shared, ensemble=ensemble,
         )  # fmt: skip
 
-    output = _predictions(running, objective, made_up())
+    output = _predictions(running, objective, ensemble, made_up())
     asked = made_up()
     asked.inputs.requires_grad_()
     before = running.sent
@@ -206,6 +215,7 @@ def measure(
     losses = [step(_LEARNING_RATE, made_up()).loss for _ in range(steps)]
     return Part(
         samples=samples,
+        members=slice(ensemble.own.start, ensemble.own.stop) if ensemble else slice(0, 1),
         rows=stripes.rows,
         columns=stripes.columns,
         output=output.numpy(),
@@ -219,8 +229,16 @@ def measure(
     )
 
 
-def _predictions(running: Running, objective: Objective, batch: _Fields) -> Tensor:
-    """(sample, lead and output offset and channel, rows, columns)."""
+def _predictions(
+    running: Running, objective: Objective, ensemble: Ensemble | None, batch: _Fields
+) -> Tensor:
+    """(member, sample, lead and output offset and channel, rows, columns)."""
+    if ensemble:
+        data, all_members = list(batch.leads), []
+        for member in ensemble.members(0, batch.keys, [], running.model, objective):
+            fields = member.forecast(replace(batch, leads=list(data)))
+            all_members.append(torch.cat([field.flatten(1, 2) for field, _ in fields], dim=1))
+        return torch.stack(all_members)
     with torch.no_grad():
         leads = rollout(
             running.model,
@@ -231,7 +249,7 @@ def _predictions(running: Running, objective: Objective, batch: _Fields) -> Tens
             leads=objective.leads,
             num_prognostic=objective.num_prognostic,
         )
-        return torch.cat([lead.flatten(1, 2) for lead in leads], dim=1)
+        return torch.cat([lead.flatten(1, 2) for lead in leads], dim=1)[None]
 
 
 def _objective(config: Config, shapes: Shapes, stripes: Stripes, dtype: torch.dtype) -> Objective:
