@@ -18,6 +18,7 @@ from torch import nn
 from graticule.assemble.build import Shapes, unplaced
 from graticule.config import BeastConfig, Config, UNetConfig
 from graticule.mesh import SAMPLE, Mesh, Stripes
+from graticule.model.beast import Beast
 from graticule.model.norm_gelu import BatchNormGelu
 from graticule.model.swin import Swin
 from graticule.model.unet import UNet
@@ -91,7 +92,7 @@ def assemble(
     links = [link]
     if mesh.sample_size > 1:
         stripe(model, stripes, link)
-    if mesh.sample_size > 1 and isinstance(model, Swin):
+    if mesh.sample_size > 1 and isinstance(model, Swin | Beast):
         topology = Topology(
             window=mesh.sizes["window"],
             sequence=mesh.sizes["sequence"],

@@ -302,17 +302,18 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    from graticule.verify import QUANTITIES, TOLERANCE, verify
+    from graticule.verify import QUANTITIES, tolerance_of, verify
 
     config = _config(options)
     with Bar("verifying", "layouts") as bar:
         size, verdicts = verify(config, options.layouts, full=options.full, progress=bar)
+    tolerance = tolerance_of(config)
     # What nobody asked for and the model cannot do is told, and is no failure.
     asked = [v for v in verdicts if options.layouts or not v.refused]
     passed = bool(asked) and all(verdict.passed for verdict in asked)
     values = {
         "recipe": config.name, "size": size, "full": options.full,
-        "tolerance": TOLERANCE, "passed": passed,
+        "tolerance": tolerance, "passed": passed,
         "layouts": [verdict.to_dict() for verdict in verdicts],
     }  # fmt: skip
     width = max(len(verdict.layout) for verdict in verdicts)
@@ -331,7 +332,7 @@ def run_verify(options: argparse.Namespace) -> int:
         )
     failed = sum(not verdict.passed and not verdict.refused for verdict in verdicts)
     refused = sum(bool(verdict.refused) for verdict in verdicts)
-    told = [f"{failed} of {len(verdicts)} layouts differ by more than {TOLERANCE:g}"] * bool(failed)
+    told = [f"{failed} of {len(verdicts)} layouts differ by more than {tolerance:g}"] * bool(failed)
     told += [f"{refused} of {len(verdicts)} layouts are refused"] * bool(refused)
     if not failed:
         told = [f"all {len(verdicts) - refused} others pass" if refused else "all pass", *told]

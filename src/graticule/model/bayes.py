@@ -80,7 +80,7 @@ class Posterior:
 
     def __call__(self, layer: Layer, leaf: str, dtype: torch.dtype) -> Tensor:
         draw = current()
-        mean, rho = getattr(layer, leaf), getattr(layer, f"{leaf}_rho")
+        mean, rho = layer.held(leaf), layer.held(f"{leaf}_rho")
         again = partial(self._drawn, leaf, draw.words, mean.device)
         return _Sample.apply(mean, rho, again, self.sigma_map, dtype)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from graticule.model.family import Model
 from graticule.model.layers import Conv, Mlp, PatchEmbedding, PatchRecovery, TransposedConv
-from graticule.model.nice import Nice, conditioned
+from graticule.model.nice import Nice, by_sample, conditioned
 from graticule.model.pad import Boundary, ConvPad, Crop, FieldPad
 from graticule.model.swin import WindowAttention
 from graticule.model.units import State, Unit
@@ -65,7 +65,7 @@ def _gated(branch: Tensor, *gate: Tensor) -> Tensor:
         return branch
     (each,) = gate
     factor = (1 + each).to(branch.dtype)[:, None]
-    return (branch.reshape(len(each), -1, branch.shape[-1]) * factor).view(branch.shape)
+    return (branch.reshape(by_sample(branch, len(each))) * factor).view(branch.shape)
 
 
 class Stage(nn.Module):
@@ -87,9 +87,9 @@ class Stage(nn.Module):
         return [Unit(f"{name}.{n}", partial(self._block, n)) for n in range(len(self.blocks))]
 
     def _block(self, number: int, y: Tensor) -> State:
-        num_samples = y.shape[0] if number == 0 else y.shape[0] // self.grid.num_windows
         y = self.enter(y) if number == 0 else y
-        y = self.blocks[number](y, self.shifted_mask if number % 2 else self.mask, num_samples)
+        mask = self.shifted_mask if number % 2 else self.mask
+        y = self.blocks[number](y, mask, self.enter.num_samples(y))
         return (self.leave(y) if number == len(self.blocks) - 1 else y,)
 
 

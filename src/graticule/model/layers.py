@@ -128,7 +128,11 @@ class Layer(nn.Module):
         """The parameter of that name as the computation uses it."""
         if self.sample is not None:
             return self.sample(self, leaf, dtype)
-        return getattr(self, leaf).to(dtype)
+        return self.held(leaf).to(dtype)
+
+    def held(self, leaf: str) -> Tensor:
+        """The parameter of that name, or the part of it that is here."""
+        return getattr(self, leaf)
 
     @property
     def num_sources(self) -> int:

@@ -106,25 +106,30 @@ def conditioned(x: Tensor, scale: Tensor, offset: Tensor, groups: int, eps: floa
     return _Conditioned.apply(x, scale.to(x.dtype), offset.to(x.dtype), groups, eps)
 
 
+def by_sample(x: Tensor, samples: int) -> tuple[int, int, int]:
+    """(sample, tokens of all its windows, feature): the shape of tokens by window, seen so."""
+    return samples, x.shape[0] * x.shape[1] // samples, x.shape[-1]
+
+
 class _Conditioned(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, scale: Tensor, offset: Tensor, groups: int, eps: float
     ) -> Tensor:
         x = x.contiguous()
-        split = x.view(*x.shape[:-1], groups, -1)
+        split = x.view(*x.shape[:-1], groups, x.shape[-1] // groups)
         normed, mean, rstd = _aten.native_layer_norm(split, split.shape[-1:], None, None, eps)
         ctx.save_for_backward(x, scale, mean, rstd)
         ctx.groups = groups
-        out = normed.view(len(scale), -1, x.shape[-1]).mul_(1 + scale[:, None])
+        out = normed.view(by_sample(x, len(scale))).mul_(1 + scale[:, None])
         return out.add_(offset[:, None]).view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, mean, rstd = ctx.saved_tensors
-        split = x.view(*x.shape[:-1], ctx.groups, -1)
-        samples = len(scale), -1, x.shape[-1]
+        split = x.view(*x.shape[:-1], ctx.groups, x.shape[-1] // ctx.groups)
+        samples = by_sample(x, len(scale))
         grad = grad.contiguous()
         through = (grad.view(samples) * (1 + scale[:, None])).view(split.shape)
         dx, _, _ = _aten.native_layer_norm_backward(

@@ -196,6 +196,10 @@ class Enter(nn.Module):
         x = x.reshape(x.shape[0], rows // high, high, columns // wide, wide, x.shape[3])
         return x.transpose(2, 3).reshape(-1, high * wide, x.shape[-1])
 
+    def num_samples(self, y: Tensor) -> int:
+        """The batch of what `forward` gave."""
+        return y.shape[0] // self.grid.num_windows
+
 
 class Leave(nn.Module):
     """(batch * window, token, feature) -> field tokens (batch, feature, lat, lon)."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from graticule.config import MeshConfig
 from graticule.mesh import WEIGHTS, Mesh
+from graticule.model.beast import Stage
 from graticule.model.resample import Down, Up
 from graticule.parallel.exchange import Link
 
@@ -80,7 +81,7 @@ def shard_weights(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
-_CONTAINERS = (nn.ModuleList, nn.Sequential, Down, Up)
+_CONTAINERS = (nn.ModuleList, nn.Sequential, Down, Up, Stage)
 """Modules that a model does not always call as a whole: memory plans part them."""
 
 

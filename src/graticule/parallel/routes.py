@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graticule.mesh import Stripes
+from graticule.model.beast import BeastBlock
 from graticule.model.swin import SwinBlock, WindowAttention
 from graticule.model.windows import Attend, Enter, Leave, Shift, Unshift, WindowGrid, WindowMask
 from graticule.parallel.exchange import Link
@@ -119,6 +120,9 @@ class RoutedEnter(Enter):
         slots = self.route(x.permute(0, 2, 3, 1).flatten(1, 2))
         return slots.unflatten(1, (-1, self.chunk)).flatten(0, 1) if slots.shape[1] else slots
 
+    def num_samples(self, y: Tensor) -> int:
+        return y.shape[0] // max(1, self.route.plan.slots[1] // self.chunk)
+
 
 class RoutedLeave(Leave):
     """(batch * windows here, slot, feature) -> this rank's stripe (batch, feature, rows, columns).
@@ -188,7 +192,7 @@ def route_windows(
             _check_heads(name, module.heads, topology)
     reordered: set[nn.Module] = set()
     for name, module in list(model.named_modules()):
-        if isinstance(module, SwinBlock):
+        if isinstance(module, SwinBlock | BeastBlock):
             bias = module.attention.bias
             reordered |= {module.shift, module.unshift}
             if isinstance(module.shift, Shift) and bias is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graticule.mesh import Cut, Stripes
-from graticule.model import layers, resample, swin, unet, windows
+from graticule.model import beast, layers, nice, resample, swin, unet, windows
 from graticule.model.layers import Conv, TransposedConv
 from graticule.model.norm_gelu import BatchNormGelu, GroupNormGelu, InstanceNormGelu
 from graticule.model.norms import FieldGroupNorm
@@ -27,13 +27,14 @@ from graticule.parallel.norms import StripedGroupNorm
 
 ONE_TOKEN: set[type[nn.Module]] = {
     layers.Linear, layers.LayerNorm, layers.Mlp, layers.PatchEmbedding, layers.PatchRecovery,
-    swin.RelativePositionBias, nn.Identity, nn.SiLU, nn.GELU, nn.ReLU,
+    swin.RelativePositionBias, nice.Nice, nice.Heads, nice.Offsets, nn.Identity, nn.SiLU, nn.GELU,
+    nn.ReLU,
 }  # fmt: skip
 """What looks at one token (or patch) at a time, whichever are here."""
 CONTAINERS: set[type[nn.Module]] = {
     nn.Sequential, nn.ModuleList, nn.ModuleDict, resample.ConvNormAct, resample.Down, resample.Up,
     swin.Swin, swin.SwinBlock, swin.WindowAttention, unet.UNet, unet.Block, unet.DownStage,
-    unet.UpStage, unet.LastConv,
+    unet.UpStage, unet.LastConv, beast.Beast, beast.Stage, beast.BeastBlock,
 }  # fmt: skip
 """What does nothing to a field but by its parts."""
 WINDOWS: set[type[nn.Module]] = {
@@ -146,13 +147,13 @@ class StripedFill(Fill):
 
 
 class StripedPositions(unet.Positions):
-    """Of the points that are here; the weight is the whole field's."""
+    """Of the points that are here; the weight is the whole field's, and drawn as such."""
 
     rows: slice
     columns: slice
 
     def here(self) -> Tensor:
-        return self.weight[:, self.rows, self.columns]
+        return super().here()[:, self.rows, self.columns]
 
 
 class StripedDouble(Double):

@@ -18,9 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graticule.mesh import Mesh
-from graticule.model.layers import Linear, Mlp, dense
+from graticule.model.bayes import Posterior
+from graticule.model.layers import Layer, Linear, Mlp, dense
 from graticule.model.swin import RelativePositionBias, WindowAttention
 from graticule.model.windows import WindowMask
+from graticule.parallel.box import box_of
 from graticule.parallel.data import local
 from graticule.parallel.exchange import Link
 from graticule.parallel.space import specialise
@@ -62,8 +64,8 @@ def split_tensors(model: nn.Module, mesh: Mesh) -> Link:
 class ColumnLinear(Linear):
     """(..., in) -> (..., our share of out)."""
 
-    def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return local(self.weight).to(dtype), local(self.bias).to(dtype)
+    def held(self, leaf: str) -> Tensor:
+        return local(getattr(self, leaf))
 
 
 class RowLinear(ColumnLinear):
@@ -104,8 +106,8 @@ class SplitAttention(WindowAttention):
 class SplitBias(RelativePositionBias):
     """(our heads, token, token)."""
 
-    def forward(self, dtype: torch.dtype) -> Tensor:
-        return local(self.bias_table).to(dtype)[self.index].permute(2, 0, 1)
+    def held(self, leaf: str) -> Tensor:
+        return local(getattr(self, leaf))
 
 
 class _Gather(torch.autograd.Function):
@@ -143,16 +145,22 @@ def _scattered(x: Tensor, link: Link) -> Tensor:
     return link.scatter_sum(x.unflatten(1, (link.size, -1)).transpose(0, 1), "tensor")
 
 
-def _split(layer: nn.Module, name: str, dim: int, axis: Any) -> None:
-    """Keep our part, along `dim`, of a layer's parameter."""
+def _split(layer: Layer, name: str, dim: int, axis: Any) -> None:
+    """Keep our part, along `dim`, of a layer's parameter, and of what it is drawn by."""
     from torch.distributed.tensor import DTensor, Shard
 
-    whole = getattr(layer, name)
-    part = whole.detach().chunk(axis.size(), dim)[axis.get_local_rank()]
-    # A copy: a view would keep the whole.
-    part = part.clone(memory_format=torch.contiguous_format)
-    tensor = DTensor.from_local(part, axis, [Shard(dim)], run_check=False)
-    setattr(layer, name, nn.Parameter(tensor, requires_grad=whole.requires_grad))
+    posterior = layer.sample if isinstance(layer.sample, Posterior) else None
+    for leaf in (name, f"{name}_rho") if posterior else (name,):
+        whole = getattr(layer, leaf)
+        part = whole.detach().chunk(axis.size(), dim)[axis.get_local_rank()]
+        # A copy: a view would keep the whole.
+        part = part.clone(memory_format=torch.contiguous_format)
+        tensor = DTensor.from_local(part, axis, [Shard(dim)], run_check=False)
+        setattr(layer, leaf, nn.Parameter(tensor, requires_grad=whole.requires_grad))
+        if posterior:
+            box = box_of(tensor)
+            assert box is not None, name
+            posterior.boxes[name] = box.slices
 
 
 def _require_even(path: str, what: str, number: int, ranks: int) -> None:

@@ -7,13 +7,20 @@ The difference of a from b is max|a - b| / max(max|b|, floor); the floor is a th
 largest gradient, since some true gradients are zero (that of a key's bias), and only for gradients.
 """
 
-from graticule.verify.compare import LAYOUTS, TOLERANCE, Replay, Verdict, reduced, replay, verify
+from graticule.verify.compare import (
+    LAYOUTS,
+    Replay,
+    Verdict,
+    reduced,
+    replay,
+    tolerance_of,
+    verify,
+)
 from graticule.verify.measure import QUANTITIES, Results, difference, measure
 
 __all__ = [
     "LAYOUTS",
     "QUANTITIES",
-    "TOLERANCE",
     "Replay",
     "Results",
     "Verdict",
@@ -21,5 +28,6 @@ __all__ = [
     "measure",
     "reduced",
     "replay",
+    "tolerance_of",
     "verify",
 ]
