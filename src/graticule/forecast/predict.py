@@ -1,6 +1,7 @@
 """What one process computes of a forecast: the leads of some samples on its stripe of the grid."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from graticule.data.statistics import Statistics
 from graticule.forecast.clock import Clock
 from graticule.forecast.rollout import next_states, rollout
 from graticule.mesh import Stripes
+from graticule.model.bayes import keeping
 from graticule.model.draws import Draw
 from graticule.model.family import takes_draws
 from graticule.parallel.exchange import Link
@@ -41,6 +43,11 @@ class Predictor:
         self._statics = statics.contiguous().to(device)
         # Sharded weights are gathered by all ranks at once: by those that are out of samples too.
         self._fillers = int(any(isinstance(module, FSDPModule) for module in model.modules()))
+
+    def keeping(self) -> AbstractContextManager[None]:
+        """Within the block the weights of a member are drawn once, not once a lead; sharded ones
+        are, since what is gathered of them is to go again."""
+        return nullcontext() if self._fillers else keeping(self.model)
 
     def leads(
         self,

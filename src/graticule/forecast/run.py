@@ -144,6 +144,7 @@ def forecast(
         with together.agreed():  # now the file is there
             if link.rank == 0 and mesh.rank > 0:
                 writer = stack.enter_context(writer_of())
+        stack.enter_context(predictor.keeping())
         clock = Clock()
         keeper = Keeper(
             writer, predictor, stripes, link, together, clock=clock, device=mesh.device,

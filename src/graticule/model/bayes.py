@@ -19,6 +19,7 @@ What is minimised, with N training items, B items in a step and D output values 
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -73,7 +74,8 @@ class Posterior:
     """What a layer's weights are drawn by; a layer's `sample`.
 
     keys: of each parameter, 64 bits. shapes: of each parameter, whole. num_sources: of the whole
-    layer. boxes: which part of a parameter is here, where it is not all of it.
+    layer. boxes: which part of a parameter is here, where it is not all of it. kept: within
+    `keeping`, of each parameter what was drawn last, and for which draw and type.
     """
 
     keys: dict[str, int]
@@ -83,8 +85,18 @@ class Posterior:
     initial_sigma: float
     prior: Prior
     boxes: dict[str, tuple[slice, ...]] = field(default_factory=dict)
+    kept: dict[str, tuple[Any, Tensor]] | None = None
 
     def __call__(self, layer: Layer, leaf: str, dtype: torch.dtype) -> Tensor:
+        if self.kept is None:
+            return self._drawn(layer, leaf, dtype)
+        which = current().words, dtype
+        if leaf not in self.kept or self.kept[leaf][0] != which:
+            self.kept.pop(leaf, None)  # before there is another
+            self.kept[leaf] = which, self._drawn(layer, leaf, dtype)
+        return self.kept[leaf][1]
+
+    def _drawn(self, layer: Layer, leaf: str, dtype: torch.dtype) -> Tensor:
         draw = current()
         mean, rho = getattr(layer, leaf), getattr(layer, f"{leaf}_rho")
         again = partial(
@@ -182,6 +194,24 @@ def weights_of(model: nn.Module) -> Iterator[Weight]:
                     start=getattr(layer, f"{leaf}_start", None),
                     posterior=layer.sample,
                 )
+
+
+@contextmanager
+def keeping(model: nn.Module) -> Iterator[None]:
+    """Within the block, where nobody takes gradients or changes weights, what is drawn stays until
+    another draw is asked for: all leads of a member draw its weights once, for a copy of them."""
+    posteriors = [
+        layer.sample
+        for layer in model.modules()
+        if isinstance(layer, Layer) and isinstance(layer.sample, Posterior)
+    ]
+    for posterior in posteriors:
+        posterior.kept = {}
+    try:
+        yield
+    finally:
+        for posterior in posteriors:
+            posterior.kept = None
 
 
 @torch.no_grad()
