@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import shutil
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import xarray as xr
 import zarr
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from graticule.config import Config
 from graticule.data.samples import SampleSource
@@ -20,10 +22,12 @@ from graticule.data.statistics import compute
 from graticule.data.store import Store
 from graticule.forecast.clock import Timing, told
 from graticule.forecast.log import read_log
+from graticule.forecast.predict import Predictor
 from graticule.forecast.reader import open_forecast
 from graticule.forecast.restart import FOLDER, kept
-from graticule.forecast.schedule import Places, turns
-from graticule.model.draws import Draw
+from graticule.forecast.schedule import Places, shared_out, shares, turns
+from graticule.model import bayes
+from graticule.model.draws import Draw, normal
 from graticule.parallel.local import LocalRanks, RankError
 from graticule.tasks import evaluate_forecast
 from member_case import CONFIG, EVERY, LEADS, STARTS, Killed, Points, beast, fields, on_ranks, run
@@ -114,6 +118,27 @@ def test_weights_are_one_draw_over_all_leads_and_noise_is_a_new_one(
     assert model.heard == expected
 
 
+def test_a_members_weights_are_drawn_once_and_let_go(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[int, int]] = []
+
+    def counted(key: int, words: tuple[int, int], *rest: Any) -> Tensor:
+        drawn.append(words)
+        return normal(key, words, *rest)
+
+    monkeypatch.setattr(bayes, "normal", counted)
+    model = Points()
+    run(str(store.path), tmp_path / "f.zarr", model, members=2)
+    assert drawn == [(0, 0)] * 2 + [(0, 1)] * 2  # weight and bias
+    assert model.weights.sample.kept is None
+    # What was kept is what is drawn anew.
+    monkeypatch.setattr(Predictor, "keeping", lambda self: nullcontext())
+    run(str(store.path), tmp_path / "g.zarr", model, members=2)
+    assert len(drawn) == 4 + 2 * 2 * 2 * LEADS
+    np.testing.assert_array_equal(fields(tmp_path / "g.zarr"), fields(tmp_path / "f.zarr"))
+
+
 @pytest.mark.parametrize("kind", ["weights", "noise"])
 def test_members_differ_by_their_weights_alone_or_their_noise_alone(
     store: Store, tmp_path: Path, kind: str
@@ -200,6 +225,35 @@ def test_places_are_shared_by_initial_time_and_by_member() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ranks", "starts", "members", "expected"),
+    [
+        (1, 5, 4, (1, 1)),
+        (4, 1, 32, (1, 4)),
+        (4, 8, 1, (4, 1)),
+        (4, 2, 2, (2, 2)),
+        (4, 8, 8, (1, 4)),  # the fewest draws of weights
+        (6, 3, 4, (3, 2)),
+        (7, 1, 1, (7, 1)),
+        (7, 2, 7, (1, 7)),
+    ],
+)
+def test_ranks_that_are_left_over_are_shared_out_so_that_the_last_is_done_soonest(
+    ranks: int, starts: int, members: int, expected: tuple[int, int]
+) -> None:
+    assert tuple(shared_out(ranks, starts, members).values()) == expected
+
+
+def test_every_place_is_one_ranks() -> None:
+    by_rank = shares(Places(5, 3), {"data": 2, "member": 2})
+    assert by_rank == [
+        [range(0, 2)],
+        [range(5, 7), range(10, 12)],
+        [range(2, 5)],
+        [range(7, 10), range(12, 15)],
+    ]
+
+
+@pytest.mark.parametrize(
     ("sizes", "bounds"),
     [
         ({"member": 2}, ()),
@@ -224,9 +278,7 @@ def test_on_several_ranks_each_member_is_what_it_is_on_one(
     np.testing.assert_array_equal(fields(out), alone)
     lines = read_log(tmp_path / "f.log.jsonl")
     assert len(lines) == len(STARTS) * 3 * 2
-    for line, (init, member, lead) in zip(
-        lines, np.ndindex(len(STARTS), 3, 2), strict=True
-    ):
+    for line, (init, member, lead) in zip(lines, np.ndindex(len(STARTS), 3, 2), strict=True):
         assert (line["member"], line["lead"]) == (member, (2, 3)[lead])
         values = alone[init, member, line["lead"] - 1, 1]
         assert line["greatest"]["salinity"] == values.max()
@@ -245,6 +297,20 @@ def test_of_beast_too_members_on_several_ranks_are_those_of_one(
     told = two.run(_beast_on_ranks, {"member": 2}, str(store.path), tmp_path / "two.zarr")
     assert told == ["", ""]
     np.testing.assert_array_equal(fields(tmp_path / "two.zarr"), fields(tmp_path / "one.zarr"))
+
+
+def _sharded(sizes: dict[str, int], store: str, out: Path) -> str:
+    model = Points()
+    fully_shard(model)
+    return on_ranks(sizes, (), store, out, model, {"members": 2})
+
+
+def test_sharded_weights_are_gathered_by_ranks_that_have_no_members_too(
+    store: Store, alone: np.ndarray, tmp_path: Path, three: LocalRanks
+) -> None:
+    told = three.run(_sharded, {"member": 3}, str(store.path), tmp_path / "f.zarr")
+    assert told == [""] * 3
+    np.testing.assert_array_equal(fields(tmp_path / "f.zarr"), alone[:, :2])
 
 
 def test_a_netcdf_file_has_one_writer_of_all_members(
@@ -291,11 +357,14 @@ def test_a_killed_ensemble_goes_on_to_the_bits_of_one_that_never_stopped(
     there = {place: record.lead for place, record in kept(out).items()}
     if not before:  # batches of 2 and 1 initial times, each member's 3 leads
         first, second = EVERY, LEADS
-        assert there == {
-            2: {},
-            9: {0: second, 1: second, 2: second, 3: first, 4: first},
-            12: {0: second, 1: second, 2: second, 3: second, 4: second, 5: first},
-        }[call]
+        assert (
+            there
+            == {
+                2: {},
+                9: {0: second, 1: second, 2: second, 3: first, 4: first},
+                12: {0: second, 1: second, 2: second, 3: second, 4: second, 5: first},
+            }[call]
+        )
     model = Points()
     if after:
         given = {"resume": True}
@@ -348,7 +417,7 @@ def test_a_lost_lead_of_a_member_is_refused_by_name(store: Store, tmp_path: Path
     out = tmp_path / "f.zarr"
     killed(9, store, out, {})
     shutil.rmtree(out / "salinity/c/2/0/2")
-    with pytest.raises(ValueError, match="salinity of init_time 2003-02-24 .*, member 0, lead 3"):
+    with pytest.raises(ValueError, match=r"salinity of init_time 2003-02-24 .*, member 0, lead 3"):
         run(str(store.path), out, resume=True)
 
 

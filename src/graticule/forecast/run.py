@@ -5,7 +5,7 @@ nothing is exchanged along either. The ranks of a sample read and compute its st
 them collects every lead and writes it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from graticule.forecast.keeper import Keeper
 from graticule.forecast.predict import Predictor
 from graticule.forecast.reader import is_complete
 from graticule.forecast.restart import Kept, kept, remove
-from graticule.forecast.schedule import Places, turns
+from graticule.forecast.schedule import Places, shares, turns
 from graticule.forecast.writer import ForecastWriter
-from graticule.mesh import SAMPLE, Cut, Mesh, Stripes
+from graticule.mesh import SAMPLE, Mesh, Stripes
 from graticule.parallel.exchange import Link
 from graticule.parallel.talk import everyone
 from graticule.parallel.together import Together
@@ -104,7 +104,7 @@ def forecast(
     out, mesh = Path(out), mesh or Mesh()
     together, link = Together(), Link(mesh.group(*SAMPLE))
     places = Places(len(starts), members)
-    shares = _shares(places, mesh.sizes)
+    by_rank = shares(places, mesh.sizes)
     rank = mesh.index("data") * mesh.sizes["member"] + mesh.index("member")
     times, spec = source.store.times, source.spec
     # A model step may end at several times; each is a lead of the file.
@@ -128,7 +128,7 @@ def forecast(
             attributes=attributes,
             members=members,
             inputs=[source.store.path, *inputs],
-            own=None if len(shares) == 1 else [place for part in shares[rank] for place in part],
+            own=None if len(by_rank) == 1 else [place for part in by_rank[rank] for place in part],
             joins=mesh.rank > 0,
             done=None
             if left is None
@@ -153,7 +153,7 @@ def forecast(
         )  # fmt: skip
         before = sum(there.values())
         done, total = before, len(places) * leads
-        for turn in turns(shares, there, leads, batch):
+        for turn in turns(by_rank, there, leads, batch):
             here, after = turn.batches[rank]
             states = None
             with together.attempt(), clock("restart"):  # all hear of it when they read
@@ -204,17 +204,6 @@ def forecast(
             processes=mesh.size, log_every=log_every, restart_every=restart_every,
         )  # fmt: skip
     return timing
-
-
-def _shares(places: Places, sizes: Mapping[str, int]) -> list[list[range]]:
-    """The places of each (data, member) rank, row by row, by member."""
-    starts = Cut.even(places.starts, sizes["data"])
-    members = Cut.even(1 if places.members is None else places.members, sizes["member"])
-    return [
-        places.of(starts.of(data), members.of(member))
-        for data in range(starts.ranks)
-        for member in range(members.ranks)
-    ]
 
 
 def _check_members(members: int | None, drawn: bool) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from graticule.mesh import Cut
+
 Batch = tuple[tuple[int, ...], int]
 """Places that run side by side, of one member, and how many leads all of them have."""
 
@@ -35,6 +37,32 @@ class Places:
         return [range(n * self.starts, (n + 1) * self.starts)[starts] for n in every[members]]
 
 
+def shared_out(ranks: int, starts: int, members: int) -> dict[str, int]:
+    """The mesh's `data` and `member` axes of ranks that share no sample: those with which the rank
+    that has most has least; of several, where a rank has the fewest members, whose weights it
+    draws."""
+    options = [(data, ranks // data) for data in range(1, ranks + 1) if ranks % data == 0]
+
+    def cost(option: tuple[int, int]) -> tuple[int, int, int]:
+        data, member = option
+        most = -(-members // member)
+        return -(-starts // data) * most, most, member
+
+    data, member = min(options, key=cost)
+    return {"data": data, "member": member}
+
+
+def shares(places: Places, sizes: Mapping[str, int]) -> list[list[range]]:
+    """The places of each (data, member) rank, row by row over these axes, by member."""
+    starts = Cut.even(places.starts, sizes["data"])
+    members = Cut.even(1 if places.members is None else places.members, sizes["member"])
+    return [
+        places.of(starts.of(data), members.of(member))
+        for data in range(starts.ranks)
+        for member in range(members.ranks)
+    ]
+
+
 @dataclass(frozen=True)
 class Turn:
     """What all processes do before any does more. batches: of each rank that has places of its
@@ -59,12 +87,12 @@ class Turn:
 
 
 def turns(
-    shares: Sequence[Iterable[Sequence[int]]], there: Mapping[int, int], leads: int, size: int
+    by_rank: Sequence[Iterable[Sequence[int]]], there: Mapping[int, int], leads: int, size: int
 ) -> list[Turn]:
-    """shares: the places of each rank, by member. there: leads that some have already, by place.
+    """by_rank: the places of each, by member. there: leads that some have already, by place.
     leads: of each in the end. size: most places of a batch."""
-    by_rank = [batches(own, there, leads, size) for own in shares]
-    return [Turn(each, leads) for each in zip_longest(*by_rank, fillvalue=((), 0))]
+    found = [batches(own, there, leads, size) for own in by_rank]
+    return [Turn(each, leads) for each in zip_longest(*found, fillvalue=((), 0))]
 
 
 def batches(

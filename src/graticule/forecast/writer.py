@@ -4,8 +4,8 @@ Dims are (init_time, lead_time, [level], lat, lon), of an ensemble (init_time, m
 [level], lat, lon), members counted from 0. One variable per `Channel.variable`; its levels are
 stacked, ascending, along `depth` (levels in metres, counted downwards) or `level` (any other unit);
 another set of levels gets `depth_2`, `level_2`, and so on. `lead_time` is a duration and label k is
-k model steps. `valid_time` (init_time, lead_time) is exact in every calendar, also where months make
-the lead nominal. Land is NaN.
+k model steps. `valid_time` (init_time, lead_time) is exact in every calendar, also where months
+make the lead nominal. Land is NaN.
 
 The attribute `complete` is 0 until every lead is on disk; `reader.open_forecast` refuses a file
 that was left before. Several processes may write a Zarr file at once, each its own initial times:
