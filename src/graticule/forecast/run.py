@@ -1,7 +1,7 @@
 """Forecast from initial times of a store: roll the model out and stream every lead to a file.
 
-Initial times are shared over the `data` axis of a mesh, members of an ensemble over `member`, and
-nothing is exchanged along either. The ranks of a sample read and compute its stripes; the first of
+Initial times are shared over the `data` axis of a mesh, members of an ensemble over `member`; along
+both nothing but errors is told. The ranks of a sample read and compute its stripes; the first of
 them collects every lead and writes it.
 """
 

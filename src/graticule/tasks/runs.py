@@ -156,6 +156,9 @@ def forecast_from_run(
     if not any(setting.startswith(("mesh.data", "mesh.member")) for setting in settings):
         sizes |= shared_out(sizes["data"] * sizes["member"], len(chosen), members or 1)
     mesh = Mesh(sizes, device=torch.device(device).type)
+    if mesh.sizes["member"] > 1 and mesh.rank == 0:
+        _log.info("%d initial times over mesh.data=%d, %d members over mesh.member=%d",
+                  len(chosen), sizes["data"], members or 1, sizes["member"])  # fmt: skip
     running = assemble(config, shapes_of(source), mesh, device=device)
     stripes = running.stripes
     loaded = checkpoint.load_weights(
