@@ -91,7 +91,7 @@ def run(
         model or Points(), SampleSource(opened, config, **part), Statistics.load(opened), out,
         mesh=mesh, stripes=stripes,
         **{"starts": STARTS, "leads": LEADS, "members": 3, "attributes": {"run": "abc"},
-           "batch": 2, "restart_every": EVERY, **given},
+           "batch": 2, **given},
     )  # fmt: skip
 
 
