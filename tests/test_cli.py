@@ -483,14 +483,28 @@ def test_a_forecast_says_its_simulated_years_per_day(
     starts = ["--start", "2003-03-02", "--start", "2003-02-25"]
     assert main(["forecast", str(trained), "--out", out, *starts]) == 0
     said = capsys.readouterr().out
-    first, rate, parts = said.splitlines()[-3:]
+    first, rate, forecasts, parts = said.splitlines()[-4:]
     assert first == f"{out}: 2 starts x 2 leads"
     assert " simulated years per day: " in rate
+    assert " forecast/s (a forecast is an initial time that goes on by a model step)" in forecasts
     assert "compute " in parts
     assert main(["forecast", str(trained), "--out", out, *starts, "--resume"]) == 0
     assert capsys.readouterr().out.endswith("it was complete already: nothing was computed\n")
     with open_forecast(out) as written:
         assert [f"{date:%m-%d}" for date in written.init_times] == ["02-25", "03-02"]
+
+
+def test_members_of_a_run_that_draws_nothing_are_refused_with_the_reason(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "f.zarr"
+    line = refused(["forecast", str(trained), "--members", "4", "--out", str(out)], capsys)
+    assert "4 members of this model would be one forecast, 4 times: nothing tells them" in line
+    assert "bayes.weights=false" in line
+    assert "forecast without members" in line
+    line = refused(["forecast", str(trained), "--members", "0", "--out", str(out)], capsys)
+    assert "members=0 of a forecast must be at least 1" in line
+    assert not out.exists()
 
 
 def test_scores_are_a_table_a_csv_and_a_json_that_only_force_replaces(

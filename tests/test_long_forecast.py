@@ -20,10 +20,9 @@ from graticule.forecast.run import forecast
 from graticule.forecast.schedule import batches, turns
 from graticule.forecast.writer import ForecastWriter
 from graticule.memory.trace import trace_memory
-from graticule.mesh import Cut
 from graticule.parallel.local import LocalRanks
 from small_store import write_store
-from swirl_case import STARTS, on_ranks, run, swirl_store
+from swirl_case import LEADS, STARTS, on_ranks, run, swirl_store
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def test_batches_that_are_left_are_those_of_a_forecast_that_never_stopped() -> None:
-    own = range(7)
+    own = [range(7)]
     every = batches(own, {}, 9, 3)
     assert every == [((0, 1, 2), 0), ((3, 4, 5), 0), ((6,), 0)]
     done = {0: 9, 1: 9, 2: 9}
@@ -46,7 +45,7 @@ def test_batches_that_are_left_are_those_of_a_forecast_that_never_stopped() -> N
 
 
 def test_a_turn_lasts_until_the_last_of_its_ranks_is_done() -> None:
-    first, second = turns(Cut.even(5, 2), {0: 6, 2: 1, 3: 1}, 8, 2)
+    first, second = turns([[range(2)], [range(2, 5)]], {0: 6, 2: 1, 3: 1}, 8, 2)
     assert first.batches == (((0,), 6), ((2, 3), 1))
     assert second.batches == (((1,), 0), ((4,), 0))
     assert (first.steps, second.steps) == (7, 8)
@@ -115,7 +114,9 @@ def test_where_time_went_is_told_and_kept_beside_the_forecast(store: Store, tmp_
     assert line["seconds"] == timing.seconds
     assert line["simulated_years_per_day"] == timing.simulated_years_per_day
     assert (line["log_every"], line["leads_before"]) == (3, 0)
-    first, second = told(line).splitlines()
+    first, rates, second = told(line).splitlines()
+    assert f"{line['forecasts_per_second']:,.4g} forecast/s (a forecast is" in rates
+    assert line["forecasts_per_second"] == len(STARTS) * LEADS / line["seconds"]
     assert f"{line['simulated_years']:.4g} years in {line['seconds']:.4g} s" in first
     assert f"compute {line['parts']['compute']['seconds'] / line['seconds']:.1%}" in second
     parts = line["parts"]

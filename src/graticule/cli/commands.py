@@ -207,16 +207,19 @@ def _forecast(options: argparse.Namespace) -> int:
             settings=options.set,
             device=str(here.device),
             resume=options.resume,
+            members=options.members,
             progress=bar,
         )
     if not here.speaks:
         return 0
     record_stage(Path(result["forecast"]).parent, "forecast", result["seconds"])
+    members = "" if result["members"] is None else f"{result['members']} members x "
     print_result(
         options,
         result,
         lambda: (
-            f"{result['forecast']}: {result['num_starts']} starts x {result['leads']} leads\n"
+            f"{result['forecast']}: {members}{result['num_starts']} starts x {result['leads']}"
+            " leads\n"
             f"{told(result)}"
         ),
     )

@@ -270,12 +270,17 @@ def build_parser() -> Parser:
         ("graticule forecast runs/first", "graticule forecast runs/first --start 2001-12-10T06:00"
          " --set forecast.leads=20 --out runs/one.nc",
          "graticule forecast runs/first --set forecast.split=validation --out runs/val.zarr",
-         "graticule forecast runs/first --set forecast.leads=700 --out runs/long.zarr --resume"),
+         "graticule forecast runs/first --set forecast.leads=700 --out runs/long.zarr --resume",
+         "graticule forecast runs/ensemble --members 32"),
         sets=True,
     )  # fmt: skip
     forecast.add_argument("run_folder", metavar="RUN", help="a run, or one of its checkpoints")
     forecast.add_argument("--start", action="append", default=[], metavar="DATE",
                           help="an initial time; may be repeated (default: the split)")  # fmt: skip
+    forecast.add_argument("--members", type=int, metavar="N",
+                          help="of an ensemble, where weights or norms' noise are drawn (default:"
+                          " bayes.members); shared among processes as initial times are, and member"
+                          " 0, 1, ... the same however many there are")  # fmt: skip
     forecast.add_argument("--out", help=".zarr or .nc (default RUN/forecast.zarr)")
     forecast.add_argument("--resume", action="store_true",
                           help="go on with one that was stopped (Zarr), on any layout")  # fmt: skip

@@ -60,10 +60,15 @@ class Timing:
     """What one call cost: a resumed forecast's, of what was left.
 
     simulated_years: of 365.25 days, from the real dates of the leads made now, of all initial
-    times together. seconds, cpu_seconds: by part (`PARTS`): wall of the first process, CPU of all.
+    times and members together. steps: of one sample and member, made now. members: of the ensemble;
+    none: no ensemble. forward_flops: of such a step; 0: not known. seconds, cpu_seconds: by part
+    (`PARTS`): wall of the first process, CPU of all.
     """
 
     simulated_years: float
+    steps: int
+    members: int | None
+    forward_flops: float
     parts: Mapping[str, float]
     cpu_parts: Mapping[str, float]
 
@@ -79,9 +84,38 @@ class Timing:
     def simulated_years_per_day(self) -> float:
         return self.simulated_years / (self.seconds / 86400) if self.seconds else 0.0
 
+    @property
+    def samples_per_second(self) -> float:
+        """Samples of one member that go on by a model step: sample/s."""
+        return self.steps / self.seconds if self.seconds else 0.0
+
+    @property
+    def forecasts_per_second(self) -> float:
+        """Samples of all members that go on by a model step: forecast/s."""
+        return self.samples_per_second / (self.members or 1)
+
+    @property
+    def flops_per_second(self) -> float | None:
+        """Sustained: of all processes, over all that the call did; none: not known."""
+        known = self.forward_flops and self.steps
+        return self.samples_per_second * self.forward_flops if known else None
+
+    @property
+    def peak_flops_per_second(self) -> float | None:
+        """The same over the time that the first process computed."""
+        compute = self.parts["compute"]
+        known = self.forward_flops and self.steps and compute
+        return self.steps * self.forward_flops / compute if known else None
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "simulated_years": self.simulated_years,
+            "members": self.members,
+            "steps": self.steps,
+            "forecasts_per_second": self.forecasts_per_second,
+            "samples_per_second": self.samples_per_second,
+            "flops_per_second": self.flops_per_second,
+            "peak_flops_per_second": self.peak_flops_per_second,
             "seconds": self.seconds,
             "cpu_seconds": self.cpu_seconds,
             "simulated_years_per_day": self.simulated_years_per_day,
@@ -103,7 +137,8 @@ def timing_path(forecast: Path) -> Path:
 
 
 def told(timing: Mapping[str, Any]) -> str:
-    """`Timing.to_dict()` in two lines: years a day, and the share and seconds of each part."""
+    """`Timing.to_dict()` in lines: years a day, forecasts a second, and the share and seconds of
+    each part."""
     seconds = timing["seconds"]
     if not timing["simulated_years"]:
         return "it was complete already: nothing was computed"
@@ -116,8 +151,25 @@ def told(timing: Mapping[str, Any]) -> str:
     return (
         f"{timing['simulated_years_per_day']:,.4g} simulated years per day:"
         f" {timing['simulated_years']:.4g} years in {seconds:.4g} s"
-        f" ({timing['cpu_seconds']:.4g} CPU-seconds)\n{parts}"
+        f" ({timing['cpu_seconds']:.4g} CPU-seconds)\n{_rates(timing)}\n{parts}"
     )
+
+
+def _rates(timing: Mapping[str, Any]) -> str:
+    told = f"{timing['forecasts_per_second']:,.4g} forecast/s"
+    if timing["members"] is not None:
+        members = f"{timing['members']} member{'s' if timing['members'] > 1 else ''}"
+        told += f" of {members}, {timing['samples_per_second']:,.4g} sample/s"
+    told += " (a forecast is an initial time that goes on by a model step)"
+    if timing["flops_per_second"] is not None:
+        told += f"; {_flops(timing['flops_per_second'])} sustained"
+    if timing["peak_flops_per_second"] is not None:
+        told += f", {_flops(timing['peak_flops_per_second'])} while computing"
+    return told
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:,.4g} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:,.4g} GFLOP/s"
 
 
 def _now() -> tuple[float, float]:

@@ -21,6 +21,10 @@ NEVER_WRITTEN = np.iinfo(np.int64).min
 """Fill value of Zarr's integer coordinates; infinity is the same for fields, NaN for degrees."""
 
 
+At = tuple[int, ...]
+"""Where a lead stands in a field: (init, lead), of an ensemble (init, member, lead)."""
+
+
 class Sink(Protocol):
     """A file format: coordinates at once, fields in pieces, completeness last."""
 
@@ -35,7 +39,7 @@ class Sink(Protocol):
 
     def begin(self, attributes: dict) -> None: ...
 
-    def assign(self, name: str, init: int, lead: int, values: np.ndarray) -> None: ...
+    def assign(self, name: str, at: At, values: np.ndarray) -> None: ...
 
     def complete(self) -> None: ...
 
@@ -49,8 +53,8 @@ class ZarrSink:
         """joins: the file is there, described by another process, or by one that was stopped; this
         one assigns only.
 
-        Of a file that several write at once, no two may assign the same (init, lead): these
-        share no chunk.
+        Of a file that several write at once, no two may assign the same lead: leads share no
+        chunk.
         """
         self._path = path
         if not joins:
@@ -97,21 +101,21 @@ class ZarrSink:
             self._group = zarr.consolidate_metadata(self._group.store)
         self._arrays = dict(self._group.arrays())
 
-    def assign(self, name: str, init: int, lead: int, values: np.ndarray) -> None:
-        self._arrays[name][init, lead] = values
+    def assign(self, name: str, at: At, values: np.ndarray) -> None:
+        self._arrays[name][at] = values
 
-    def lost(self, init: int, lead: int) -> list[str]:
+    def lost(self, at: At) -> list[str]:
         """Variables of which a chunk of this lead is not on disk."""
         return [
             name
             for name, array in self._fields()
-            if len(self._chunks(name, init, lead)) < math.prod(array.cdata_shape[2:])
+            if len(self._chunks(name, at)) < math.prod(array.cdata_shape[len(at) :])
         ]
 
-    def sync(self, init: int, lead: int) -> None:
+    def sync(self, at: At) -> None:
         """Have a lead on disk, not only with the system."""
         for name, _ in self._fields():
-            for chunk in self._chunks(name, init, lead):
+            for chunk in self._chunks(name, at):
                 with chunk.open("rb") as file:
                     os.fsync(file.fileno())
 
@@ -120,14 +124,14 @@ class ZarrSink:
         return dict(self._group.attrs)
 
     def read(self, name: str) -> np.ndarray:
-        """A coordinate."""
-        return np.asarray(self._arrays[name][...])
+        """A coordinate; nothing where there is no such."""
+        return np.asarray(self._arrays[name][...] if name in self._arrays else [])
 
     def _fields(self) -> list[tuple[str, Any]]:
         return [(name, array) for name, array in self._arrays.items() if array.ndim > 2]
 
-    def _chunks(self, name: str, init: int, lead: int) -> list[Path]:
-        there = (self._path / name / "c" / str(init) / str(lead)).rglob("*")
+    def _chunks(self, name: str, at: At) -> list[Path]:
+        there = (self._path / name / "c").joinpath(*map(str, at)).rglob("*")
         return [path for path in there if path.is_file() and path.suffix != ".partial"]
 
     def complete(self) -> None:
@@ -171,8 +175,8 @@ class NetcdfSink:
         self._data.setncatts(attributes)
         self._data.sync()
 
-    def assign(self, name: str, init: int, lead: int, values: np.ndarray) -> None:
-        self._data[name][init, lead] = values
+    def assign(self, name: str, at: At, values: np.ndarray) -> None:
+        self._data[name][at] = values
         self._data.sync()  # what is written survives a kill, and a full disk shows here
 
     def complete(self) -> None:

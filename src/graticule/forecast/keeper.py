@@ -10,6 +10,7 @@ from graticule.forecast import log
 from graticule.forecast.clock import Clock
 from graticule.forecast.predict import Predictor, collected
 from graticule.forecast.restart import Record
+from graticule.forecast.schedule import Places
 from graticule.forecast.writer import ForecastWriter
 from graticule.mesh import Stripes
 from graticule.parallel.exchange import Link
@@ -29,16 +30,18 @@ class Keeper:
         *,
         clock: Clock,
         device: str,
+        places: Places,
         valid_times: np.ndarray,
         restart_every: int,
         log_every: int,
     ) -> None:
         """writer: on the first rank of a sample. stripes, link: how its ranks share a field, and
-        between them. device: of their exchange. valid_times: (initial time, lead of the file).
+        between them. device: of their exchange. places: of the whole forecast. valid_times:
+        (initial time, lead of the file).
         restart_every, log_every: in model steps; 0: never."""
         self._writer, self._predictor, self._together = writer, predictor, together
         self._stripes, self._link, self._device = stripes, link, device
-        self._clock, self._valid_times = clock, valid_times
+        self._clock, self._places, self._valid_times = clock, places, valid_times
         self._restart_every, self._log_every = restart_every, log_every
         self._num_outputs = len(predictor.source.spec.outputs)
         self._leads = valid_times.shape[1] // self._num_outputs
@@ -46,11 +49,11 @@ class Keeper:
         self._statistics: dict[int, np.ndarray] = {}
 
     def take(self, places: Sequence[int], lead: int, field: Tensor, states: Tensor) -> None:
-        """Write a lead of some initial times, and what the next begins with where that is due.
+        """Write a lead of some places, and what the next begins with where that is due.
 
-        field: (initial time, output offset, predicted channel, lat, lon); states: (initial time,
-        input offset, prognostic channel, lat, lon); normalised, of this rank's stripe. All ranks of
-        a sample call it. What fails is kept in `together`.
+        field: (place, output offset, predicted channel, lat, lon); states: (place, input offset,
+        prognostic channel, lat, lon); normalised, of this rank's stripe. All ranks of a sample call
+        it. What fails is kept in `together`.
         """
         written = 0
         for place, outputs in zip(places, field, strict=True):
@@ -100,7 +103,7 @@ class Keeper:
     def log(self, at: Mapping[int, int], init_times: Sequence[Any]) -> None:
         """Log those leads of a step that are due: the first process does. A collective.
 
-        at: the lead of each initial time, on all processes, by position in `init_times`.
+        at: the lead of each place, on all processes.
         """
         due = [place for place, lead in at.items() if self._logs(lead)]
         if not due:
@@ -118,9 +121,11 @@ class Keeper:
         with self._together.attempt():
             for place, its in zip(due, values, strict=True):
                 lead = at[place] * self._num_outputs
+                start, member = self._places.start(place), self._places.member(place)
                 log.add(
-                    path, channels, its, init_time=str(init_times[place]), lead=lead,
-                    valid_time=str(self._valid_times[place, lead - 1]), seconds=self._clock.stop(),
+                    path, channels, its, init_time=str(init_times[start]),
+                    **({} if member is None else {"member": member}), lead=lead,
+                    valid_time=str(self._valid_times[start, lead - 1]), seconds=self._clock.stop(),
                 )  # fmt: skip
 
     def _whole(self, values: Tensor) -> np.ndarray | None:

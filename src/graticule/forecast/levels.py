@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from graticule.variables import Channel, Channels
 
-DIMS = ("init_time", "lead_time", "lat", "lon", "valid_time")
+DIMS = ("init_time", "member", "lead_time", "lat", "lon", "valid_time")
 
 
 @dataclass(frozen=True, kw_only=True)

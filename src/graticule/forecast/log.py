@@ -1,9 +1,9 @@
 """What a long forecast tells while it runs: statistics of some leads, as JSON lines beside it.
 
-`f.log.jsonl` has a line for each logged lead of an initial time: valid time, seconds since the
-call began, and by channel the mean over the sea (by cell area), the least and the greatest value,
-in units. A resumed forecast adds to it; of a lead that was computed
-twice the last line counts.
+`f.log.jsonl` has a line for each logged lead of an initial time, and member: valid time, seconds
+since the call began, and by channel the mean over the sea (by cell area), the least and the
+greatest value, in units. A resumed forecast adds to it; of a lead that was computed twice the last
+line counts.
 """
 
 import json
@@ -53,14 +53,14 @@ def add(path: Path, channels: Channels, values: np.ndarray, **told: Any) -> None
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines, of each initial time and lead the last, in order of time and lead."""
-    lines: dict[tuple[str, int], dict[str, Any]] = {}
+    """The lines, of each initial time, member and lead the last, in this order."""
+    lines: dict[tuple[str, int, int], dict[str, Any]] = {}
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
             line = json.loads(text)
         except json.JSONDecodeError:
             continue  # cut off by a kill
-        lines[line["init_time"], line["lead"]] = line
+        lines[line["init_time"], line.get("member", 0), line["lead"]] = line
     return [lines[key] for key in sorted(lines)]
 
 

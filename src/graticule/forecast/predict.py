@@ -1,6 +1,7 @@
 """What one process computes of a forecast: the leads of some samples on its stripe of the grid."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from graticule.data.statistics import Statistics
 from graticule.forecast.clock import Clock
 from graticule.forecast.rollout import next_states, rollout
 from graticule.mesh import Stripes
+from graticule.model.bayes import keeping
+from graticule.model.draws import Draw
+from graticule.model.family import takes_draws
 from graticule.parallel.exchange import Link
 from graticule.parallel.together import Together
 
@@ -29,6 +33,7 @@ class Predictor:
         store = source.store
         rows, columns = (slice(part.start, part.stop) for part in (source.rows, source.columns))
         self.model, self.source, self.device = model.eval(), source, device
+        self.drawn = takes_draws(model)
         self._states, self._given, self._predicted = (
             Normaliser(store, channels, statistics, rows=rows, columns=columns).to(device)
             for channels in (source.prognostic, source.forcing, source.predicted)
@@ -39,6 +44,11 @@ class Predictor:
         # Sharded weights are gathered by all ranks at once: by those that are out of samples too.
         self._fillers = int(any(isinstance(module, FSDPModule) for module in model.modules()))
 
+    def keeping(self) -> AbstractContextManager[None]:
+        """Within the block the weights of a member are drawn once, not once a lead; sharded ones
+        are, since what is gathered of them is to go again."""
+        return nullcontext() if self._fillers else keeping(self.model)
+
     def leads(
         self,
         samples: Sequence[Sample],
@@ -48,13 +58,17 @@ class Predictor:
         clock: Clock,
         steps: int,
         states: Tensor | None = None,
+        member: int | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield, of each lead, what is predicted and what the next lead is given; normalised.
 
         leads: from the first that is computed to the last, 1 being that from the initial time.
         steps: how many leads all processes take together; one that has fewer, or no samples, goes
         along with nothing. states: what the first lead is given, as this yields it; none: the
-        states known at the samples' initial times.
+        states known at the samples' initial times. member: which one is computed, of a model whose
+        weights or noise are drawn: its weights are one draw over all leads, and its noise at each
+        lead is that of the sample's initial time, by its position in the store. So a member is the
+        same whatever runs beside it.
         Yields (sample, output offset, predicted channel, lat, lon) and (sample, input offset,
         prognostic channel, lat, lon). All processes take part and read together. ValueError on all
         of them where one cannot read, or predicts what is not finite.
@@ -67,21 +81,29 @@ class Predictor:
         idle = steps - (len(leads) if samples else 0)
         # Sharded weights are gathered by all ranks at once: by those that are done, too.
         nothing = states.new_zeros(self._fillers, *states.shape[1:])
-        rolled = self._rolled(samples, states, leads if samples else range(0), together, clock)
+        own = leads if samples else range(0)
+        rolled = self._rolled(samples, states, own, member, together, clock)
         del states  # they go with the first lead
         yield from rolled
-        yield from self._rolled([], nothing, range(1, idle + 1), together, clock)
+        drawn = 0 if self.drawn else None  # of any: nobody sees what is computed
+        yield from self._rolled([], nothing, range(1, idle + 1), drawn, together, clock)
 
     def _rolled(
         self,
         samples: Sequence[Sample],
         states: Tensor,
         leads: range,
+        member: int | None,
         together: Together,
         clock: Clock,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         spec, source = self.source.spec, self.source
         num_samples, num_prognostic = len(samples), len(source.prognostic)
+        items = tuple(sample.start for sample in samples) or (0,) * len(states)
+
+        def draw(lead: int) -> Draw:
+            assert member is not None
+            return Draw(step=0, member=member, items=items, lead=lead)
 
         def forcing(lead: int) -> Tensor:
             with together.agreed(), clock("read"):
@@ -95,6 +117,7 @@ class Predictor:
             fields = rollout(
                 self.model, states, forcing, self._statics, self._predicted.wet,
                 first=leads.start, leads=leads.stop - 1, num_prognostic=num_prognostic,
+                draw=None if member is None else draw,
             )  # fmt: skip
         else:
             fields = (forcing(lead) for lead in leads)
@@ -102,7 +125,7 @@ class Predictor:
             with clock("compute"):
                 field = next(fields)
                 with together.agreed():
-                    _refuse_not_finite(field[:num_samples], samples, lead)
+                    _refuse_not_finite(field[:num_samples], samples, member, lead)
             if len(states):
                 states = next_states(states, field, num_prognostic)
             yield field[:num_samples], states[:num_samples]
@@ -156,11 +179,14 @@ def collected(
     return whole.numpy()
 
 
-def _refuse_not_finite(field: Tensor, samples: Sequence[Sample], lead: int) -> None:
+def _refuse_not_finite(
+    field: Tensor, samples: Sequence[Sample], member: int | None, lead: int
+) -> None:
     finite = torch.isfinite(field).flatten(1).all(1).tolist()
     if not all(finite):
         sample = samples[finite.index(False)]
+        which = "the forecast" if member is None else f"member {member} of the forecast"
         raise ValueError(
-            f"the forecast from {sample.init_time} is not finite at lead {lead}: the model has"
+            f"{which} from {sample.init_time} is not finite at lead {lead}: the model has"
             " diverged; fine-tune it over more leads or forecast fewer"
         )

@@ -8,7 +8,8 @@ chunks, on the whole grid and normalised, whatever layout computed them:
       00004.safetensors ...   states: (input offset, prognostic channel, lat, lon) float32
       complete.json           leads on disk, the initial times and SHA-256 of each file
 
-A record is of the initial times that run side by side. It is written under a hidden name when all
+A record is of the initial times that run side by side, in an ensemble of one member: then the
+numbers are those of `schedule.Places`. It is written under a hidden name when all
 its leads are on disk, synced, then renamed; then the one before it goes. That of the last lead
 needs no states. When the forecast is complete, all of them go.
 """
@@ -32,7 +33,7 @@ FOLDER, COMPLETE, FORMAT = ".restart", "complete.json", "graticule restart 1"
 
 @dataclass(frozen=True)
 class Kept:
-    """The states of one initial time after `lead` leads (model steps). sha256: of the file; no
+    """The states of one place after `lead` leads (model steps). sha256: of the file; no
     file: all leads are there."""
 
     lead: int
@@ -57,7 +58,7 @@ class Kept:
 
 
 def kept(forecast: Path) -> dict[int, Kept]:
-    """The furthest record of each initial time of a Zarr forecast, by its position."""
+    """The furthest record of each place of a Zarr forecast."""
     found: dict[int, Kept] = {}
     folder = forecast / FOLDER
     for record in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -87,7 +88,7 @@ class Record:
     """The record of some initial times after a lead, being written; `seal` puts it in place."""
 
     def __init__(self, forecast: Path, places: Sequence[int], lead: int) -> None:
-        """places: positions of the initial times, ascending."""
+        """places: of the initial times, ascending."""
         self._folder, self._lead = forecast / FOLDER, lead
         self._starts = dict.fromkeys(places, "")
         self._name = f"starts-{places[0]:05d}-{places[-1]:05d}.lead-{lead:05d}"

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from graticule.model.draws import Draw
+
 
 def model_input(states: Tensor, forcing: Tensor, statics: Tensor) -> Tensor:
     """(batch, in_channel, lat, lon): the states (oldest first), the forcing and the statics.
@@ -38,7 +40,7 @@ def next_states(states: Tensor, predicted: Tensor, num_prognostic: int) -> Tenso
 
 
 def rollout(
-    step: Callable[[Tensor], Tensor],
+    step: Callable[..., Tensor],
     inputs: Tensor,
     forcing: Callable[[int], Tensor],
     statics: Tensor,
@@ -47,11 +49,12 @@ def rollout(
     leads: int,
     num_prognostic: int,
     first: int = 1,
+    draw: Callable[[int], Draw] | None = None,
 ) -> Iterator[Tensor]:
     """Yield the normalised prediction of leads `first`, ..., `leads` (TERRA, Eq. 1).
 
     step: the model, (batch, in_channel, lat, lon) -> (batch, output offset x predicted channel,
-        lat, lon).
+        lat, lon). draw: which draw of its weights and noise a lead is computed with, if any.
     inputs: (batch, input offset, prognostic channel, lat, lon), land 0; what lead `first` is given.
     forcing: called with the lead before it is computed; (batch, offset, channel, lat, lon).
     statics: (channel, lat, lon).
@@ -61,6 +64,7 @@ def rollout(
     states = inputs
     del inputs  # they go with the first lead, unless the caller keeps them
     for lead in range(first, leads + 1):
-        predicted = at_sea(step(model_input(states, forcing(lead), statics)), wet)
+        drawn = {} if draw is None else {"draw": draw(lead)}
+        predicted = at_sea(step(model_input(states, forcing(lead), statics), **drawn), wet)
         yield predicted
         states = next_states(states, predicted, num_prognostic)

@@ -1,7 +1,8 @@
 """Forecast from initial times of a store: roll the model out and stream every lead to a file.
 
-Initial times are shared over the `data` axis of a mesh. The ranks of a sample read and compute its
-stripes; the first of them collects every lead and writes it.
+Initial times are shared over the `data` axis of a mesh, members of an ensemble over `member`; along
+both nothing but errors is told. The ranks of a sample read and compute its stripes; the first of
+them collects every lead and writes it.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +22,9 @@ from graticule.forecast.keeper import Keeper
 from graticule.forecast.predict import Predictor
 from graticule.forecast.reader import is_complete
 from graticule.forecast.restart import Kept, kept, remove
-from graticule.forecast.schedule import turns
+from graticule.forecast.schedule import Places, shares, turns
 from graticule.forecast.writer import ForecastWriter
-from graticule.mesh import SAMPLE, Cut, Mesh, Stripes
+from graticule.mesh import SAMPLE, Mesh, Stripes
 from graticule.parallel.exchange import Link
 from graticule.parallel.talk import everyone
 from graticule.parallel.together import Together
@@ -69,6 +70,7 @@ def forecast(
     starts: Sequence[int],
     leads: int,
     attributes: dict[str, Any],
+    members: int | None = None,
     inputs: Sequence[str | Path] = (),
     batch: int = 8,
     device: str | torch.device = "cpu",
@@ -78,27 +80,32 @@ def forecast(
     resume: bool = False,
     restart_every: int = 0,
     log_every: int = 0,
+    forward_flops: float = 0.0,
 ) -> Timing:
     """Roll `model` out over `leads` model steps from each start and write the forecast file.
 
-    starts: indices of initial times in the store, increasing. batch: how many run side by side on
-    the ranks of a sample. attributes: provenance for the file. inputs: paths that must not be
-    written to.
+    starts: indices of initial times in the store, increasing. members: of an ensemble, of a model
+    whose weights or noise are drawn; none: of one where nothing is. A member depends on its number
+    and the initial time alone (`Predictor.leads`). batch: how many initial times run side by side
+    on the ranks of a sample, always of one member. attributes: provenance for the file. inputs:
+    paths that must not be written to.
     mesh: none: of one process. Of several, all make this call with the same arguments but for the
     model, the source of their stripe, and `stripes`: how the ranks of a sample share a field.
     resume: go on with what a forecast that was stopped left at `out` (Zarr), on whatever mesh it
     ran; one that is complete is left as it is, and where there is nothing it begins.
     restart_every, log_every: after how many leads it keeps what a resumed one goes on with
     (`restart.py`), and logs statistics (`log.py`); 0: never.
+    forward_flops: of a model step of one sample and member; 0: not known.
     Returns what this call cost, which is also a line of the file `timing_path(out)`.
     ValueError, the same on all processes, for starts without the data they need, an output that
-    exists (to resume: is of another forecast), and predictions that are not finite (which names
-    initial time and lead).
+    exists (to resume: is of another forecast), members of a model that draws nothing, and
+    predictions that are not finite (which names initial time, member and lead).
     """
     out, mesh = Path(out), mesh or Mesh()
     together, link = Together(), Link(mesh.group(*SAMPLE))
-    share = Cut.even(len(starts), mesh.sizes["data"])
-    rank = mesh.index("data")
+    places = Places(len(starts), members)
+    by_rank = shares(places, mesh.sizes)
+    rank = mesh.index("data") * mesh.sizes["member"] + mesh.index("member")
     times, spec = source.store.times, source.spec
     # A model step may end at several times; each is a lead of the file.
     offsets = [o for lead in range(1, leads + 1) for o in spec.label_offsets(lead)]
@@ -106,7 +113,7 @@ def forecast(
         [[times.advanced(start, o) for o in offsets] for start in starts], dtype=object
     )
     init_times = [times.date(start) for start in starts]
-    left = everyone().first(lambda: _left(out, len(starts), leads)) if resume else None
+    left = everyone().first(lambda: _left(out, len(places), leads)) if resume else None
     there = {place: record.lead for place, record in (left or {}).items()}
 
     def writer_of() -> ForecastWriter:
@@ -119,8 +126,9 @@ def forecast(
             nominal_step_seconds=times.nominal_step_seconds * source.config.stride,
             regular=times.regular,
             attributes=attributes,
+            members=members,
             inputs=[source.store.path, *inputs],
-            own=None if share.ranks == 1 else range(len(starts))[share.of(rank)],
+            own=None if len(by_rank) == 1 else [place for part in by_rank[rank] for place in part],
             joins=mesh.rank > 0,
             done=None
             if left is None
@@ -131,18 +139,21 @@ def forecast(
         with together.agreed():
             check_starts(source, starts, leads)
             predictor = Predictor(model, source, statistics, torch.device(device))
+            _check_members(members, predictor.drawn)
             writer = stack.enter_context(writer_of()) if mesh.rank == 0 else None
         with together.agreed():  # now the file is there
             if link.rank == 0 and mesh.rank > 0:
                 writer = stack.enter_context(writer_of())
+        stack.enter_context(predictor.keeping())
         clock = Clock()
         keeper = Keeper(
             writer, predictor, stripes, link, together, clock=clock, device=mesh.device,
-            valid_times=valid, log_every=log_every,
+            places=places, valid_times=valid, log_every=log_every,
             restart_every=restart_every if out.suffix == ".zarr" else 0,
         )  # fmt: skip
-        done, total = sum(there.values()), len(starts) * leads
-        for turn in turns(share, there, leads, batch):
+        before = sum(there.values())
+        done, total = before, len(places) * leads
+        for turn in turns(by_rank, there, leads, batch):
             here, after = turn.batches[rank]
             states = None
             with together.attempt(), clock("restart"):  # all hear of it when they read
@@ -152,8 +163,9 @@ def forecast(
                         [left[place].states(source.rows, source.columns) for place in here]
                     ).to(device)
             fields = predictor.leads(
-                [source.sample(starts[place]) for place in here], range(after + 1, leads + 1),
-                together, clock=clock, states=states, steps=turn.steps,
+                [source.sample(starts[places.start(place)]) for place in here],
+                range(after + 1, leads + 1), together, clock=clock, states=states,
+                steps=turn.steps, member=places.member(here[0]) if here else None,
             )  # fmt: skip
             states = None
             for step, (field, fed_back) in enumerate(fields, start=1):
@@ -174,26 +186,47 @@ def forecast(
         clock.stop()
         cpu = together.add([np.array([clock.cpu_seconds[part] for part in PARTS])])[0]
     made = 0
-    for place, dates in enumerate(valid):
-        before = there.get(place, 0) * len(spec.outputs)
-        made += seconds_of(dates[-1]) - seconds_of(
-            dates[before - 1] if before else init_times[place]
-        )
+    for place in range(len(places)):
+        dates, known = valid[places.start(place)], there.get(place, 0) * len(spec.outputs)
+        since = dates[known - 1] if known else init_times[places.start(place)]
+        made += seconds_of(dates[-1]) - seconds_of(since)
     timing = Timing(
         simulated_years=made / SECONDS_A_YEAR,
+        steps=total - before,
+        members=members,
+        forward_flops=forward_flops,
         parts=dict(clock.seconds),
         cpu_parts=dict(zip(PARTS, cpu.tolist(), strict=True)),
     )
-    if mesh.rank == 0 and total > sum(there.values()):
+    if mesh.rank == 0 and total > before:
         timing.append(
-            timing_path(out), starts=len(starts), leads=leads, leads_before=sum(there.values()),
+            timing_path(out), starts=len(starts), leads=leads, leads_before=before,
             processes=mesh.size, log_every=log_every, restart_every=restart_every,
         )  # fmt: skip
     return timing
 
 
-def _left(out: Path, num_starts: int, leads: int) -> dict[int, Kept] | None:
-    """What a forecast that was stopped, or ended, has of each initial time; None: nothing."""
+def _check_members(members: int | None, drawn: bool) -> None:
+    """ValueError for members that nothing tells apart, or that are needed and not named."""
+    if members is None and drawn:
+        raise ValueError(
+            "this model draws its weights or its norms' noise, and what it forecasts are members of"
+            " an ensemble: say how many (members=1 or more)"
+        )
+    if members is not None and members < 1:
+        raise ValueError(f"members={members} of a forecast must be at least 1")
+    if members is not None and not drawn:
+        raise ValueError(
+            f"{members} member{'s' if members > 1 else ''} of this model would be one forecast"
+            f"{f', {members} times' if members > 1 else ''}: nothing tells them apart, since its"
+            " weights are numbers (bayes.weights=false) and its norms hear no noise"
+            " (model.nice_noise of the family beast); forecast without members, or train a model"
+            " that has them, such as beast-demo"
+        )
+
+
+def _left(out: Path, num_places: int, leads: int) -> dict[int, Kept] | None:
+    """What a forecast that was stopped, or ended, has of each place; None: nothing."""
     if not out.exists():
         return None
     if out.is_file():
@@ -202,5 +235,5 @@ def _left(out: Path, num_starts: int, leads: int) -> dict[int, Kept] | None:
             " be torn. Delete it and forecast again, to a name that ends with .zarr if you like"
         )
     if is_complete(out):
-        return dict.fromkeys(range(num_starts), Kept(leads))
+        return dict.fromkeys(range(num_places), Kept(leads))
     return kept(out)

@@ -1,14 +1,15 @@
 """The forecast file: CF-1.11 in Zarr or netCDF, streamed to disk lead by lead.
 
-Dims are (init_time, lead_time, [level], lat, lon). One variable per `Channel.variable`; its
-levels are stacked, ascending, along `depth` (levels in metres, counted downwards) or `level`
-(any other unit); another set of levels gets `depth_2`, `level_2`, and so on. `lead_time` is a
-duration and label k is k model steps. `valid_time` (init_time, lead_time) is exact in every
-calendar, also where months make the lead nominal. Land is NaN.
+Dims are (init_time, lead_time, [level], lat, lon), of an ensemble (init_time, member, lead_time,
+[level], lat, lon), members counted from 0. One variable per `Channel.variable`; its levels are
+stacked, ascending, along `depth` (levels in metres, counted downwards) or `level` (any other unit);
+another set of levels gets `depth_2`, `level_2`, and so on. `lead_time` is a duration and label k is
+k model steps. `valid_time` (init_time, lead_time) is exact in every calendar, also where months
+make the lead nominal. Land is NaN.
 
 The attribute `complete` is 0 until every lead is on disk; `reader.open_forecast` refuses a file
 that was left before. Several processes may write a Zarr file at once, each its own initial times:
-a chunk holds one initial time and lead.
+a chunk holds one initial time and lead, of one member.
 """
 
 import contextlib
@@ -25,8 +26,9 @@ import numpy as np
 
 from graticule import __version__
 from graticule.data.times import UNITS, seconds_of
-from graticule.forecast.formats import NetcdfSink, Sink, ZarrSink
+from graticule.forecast.formats import At, NetcdfSink, Sink, ZarrSink
 from graticule.forecast.levels import layouts, level_attributes
+from graticule.forecast.schedule import Places
 from graticule.grid import Grid
 from graticule.variables import Channel, Channels
 
@@ -46,7 +48,8 @@ class ForecastWriter:
     A Zarr forecast that was stopped is gone on with where it is told which leads are `done`.
 
     Of several processes the first creates the file; then the others join it, and each writes its
-    `own` initial times; then the first closes it, told how many leads all have written.
+    `own` places; then the first closes it, told how many leads all have written. A place is the
+    position of an initial time, of an ensemble as `Places` numbers them.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class ForecastWriter:
         nominal_step_seconds: float,
         regular: bool,
         attributes: dict[str, Any],
+        members: int | None = None,
         format: Literal["zarr", "netcdf"] | None = None,
         inputs: Sequence[str | Path] = (),
         own: Sequence[int] | None = None,
@@ -72,17 +76,19 @@ class ForecastWriter:
         model step after the initial time.
         nominal_step_seconds: one model step; of a monthly axis the mean month's, with
         regular=False. attributes: provenance; text and numbers as they are, the rest as JSON.
+        members: of an ensemble; none: a forecast without them.
         format: by default what the suffix says, `.zarr` or `.nc`.
         inputs: what the forecast is made from (store, run); the path may not lie in any of them.
-        own: positions of the initial times that this process writes; none: all of them.
+        own: the places that this process writes; none: all of them.
         joins: another process has created the file, as these very arguments describe it.
         done: the file was left by a forecast that was stopped; how many leads of it, from the
-        first, are to be kept of each initial time, by position. ValueError where it is not the
-        forecast that the arguments describe, or lacks one of these leads.
+        first, are to be kept, by place. ValueError where it is not the forecast that the arguments
+        describe, or lacks one of these leads.
         """
         self.path = Path(path)
         self.channels, self.grid = channels, grid
         self.init_times = list(init_times)
+        self._places = Places(len(self.init_times), members)
         self.num_leads = _checked_times(self.init_times, valid_times, nominal_step_seconds, regular)
         if not len(channels):
             raise ValueError(f"{self.path}: a forecast needs at least one channel")
@@ -96,10 +102,10 @@ class ForecastWriter:
         if chosen == "netcdf" and (joins or own is not None):
             raise ValueError(
                 f"{self.path}: only one process can write a netCDF file, and several would; end the"
-                " name with .zarr, or let one process forecast all initial times (mesh.data=1)"
+                " name with .zarr, or let one process forecast everything (mesh.data=1)"
             )
-        self._written = np.zeros((len(self.init_times), self.num_leads), dtype=bool)
-        self._own = np.ones(len(self.init_times), dtype=bool)
+        self._written = np.zeros((len(self._places), self.num_leads), dtype=bool)
+        self._own = np.ones(len(self._places), dtype=bool)
         if own is not None:
             self._own[:] = False
             self._own[list(own)] = True
@@ -110,9 +116,9 @@ class ForecastWriter:
                 self._sink: Sink = ZarrSink(self.path, joins=True)
             if not joins:
                 self._require_same(valid_times, plain)
-            for init, leads in (done or {}).items():
-                if self._own[init]:
-                    self._keep(init, leads)
+            for place, leads in (done or {}).items():
+                if self._own[place]:
+                    self._keep(place, leads)
             return
         _refuse_path(self.path, inputs)
         with self._naming("create"):
@@ -148,6 +154,12 @@ class ForecastWriter:
         names = sorted({*plain, *there} - {"complete"})
         other = [f"{name} {_short(there.get(name))} there, {_short(plain.get(name))} here"
                  for name in names if there.get(name) != plain.get(name)]  # fmt: skip
+        members, ours = len(sink.read("member")), self._places.members or 0
+        way_out = "Ask for what it was begun as, or name another path"
+        if members != ours:
+            other.append(f"{members or 'no'} members there, {ours or 'none'} here")
+            if members and ours:
+                way_out += f": its first {min(members, ours)} members will be the same there"
         seconds = [[seconds_of(date) for date in row] for row in valid_times]
         wanted: dict[str, Any] = {
             "init_time": [seconds_of(date) for date in self.init_times], "valid_time": seconds,
@@ -158,18 +170,29 @@ class ForecastWriter:
         if other:
             raise ValueError(
                 f"{self.path} is another forecast than this one, which cannot go on with it:"
-                f" {'; '.join(other)}. Ask for what it was begun as, or name another path"
+                f" {'; '.join(other)}. {way_out}"
             )
 
-    def _keep(self, init: int, leads: int) -> None:
+    def _keep(self, place: int, leads: int) -> None:
         assert isinstance(self._sink, ZarrSink)
         for lead in range(leads):
-            if lost := self._sink.lost(init, lead):
+            if lost := self._sink.lost(self._at(place, lead)):
                 raise ValueError(
-                    f"{self.path}: {lost[0]} of init_time {self.init_times[init]}, lead {lead + 1}"
-                    " is lost (no chunk file); delete the forecast and make it again"
+                    f"{self.path}: {lost[0]} of {self._where(place, lead)} is lost (no chunk file);"
+                    " delete the forecast and make it again"
                 )
-        self._written[init, :leads] = True
+        self._written[place, :leads] = True
+
+    def _at(self, place: int, lead: int) -> At:
+        member = self._places.member(place)
+        start = self._places.start(place)
+        return (start, lead) if member is None else (start, member, lead)
+
+    def _where(self, place: int, lead: int) -> str:
+        """In words. lead: position from 0."""
+        member = self._places.member(place)
+        told = "" if member is None else f", member {member}"
+        return f"init_time {self.init_times[self._places.start(place)]}{told}, lead {lead + 1}"
 
     def _describe(
         self, valid_times: np.ndarray, step: int, regular: bool, plain: dict[str, Any]
@@ -181,6 +204,11 @@ class ForecastWriter:
             ("init_time",), {"standard_name": "forecast_reference_time",
                              "long_name": "initial time", **clock},
         )  # fmt: skip
+        members = self._places.members
+        if members is not None:
+            sink.put("member", np.arange(members, dtype=np.int64), ("member",),
+                     {"standard_name": "realization", "long_name": "member of the ensemble",
+                      "units": "1"})  # fmt: skip
         leads = np.arange(1, self.num_leads + 1, dtype=np.int64) * step
         hours = step % 3600 == 0
         lead_attributes = {
@@ -210,6 +238,11 @@ class ForecastWriter:
         for dim, layout in {layout.dim: layout for layout in self._layouts if layout.dim}.items():
             sink.put(dim, np.array(layout.levels), (dim,), level_attributes(layout.level_units))
         height, width = self.grid.shape
+        before: dict[str, int] = {
+            "init_time": len(self.init_times),
+            **({} if members is None else {"member": members}),
+            "lead_time": self.num_leads,
+        }
         for layout in self._layouts:
             first: Channel = channels[layout.positions[0]]
             named = {"long_name": first.long_name or first.variable,
@@ -218,14 +251,14 @@ class ForecastWriter:
             level_shape = (len(layout.levels),) if layout.dim else ()
             sink.create(
                 layout.variable,
-                (len(self.init_times), self.num_leads, *level_shape, height, width),
-                ("init_time", "lead_time", *((layout.dim,) if layout.dim else ()), "lat", "lon"),
-                (1, 1, *((per_chunk,) if layout.dim else ()), height, width),
+                (*before.values(), *level_shape, height, width),
+                (*before, *((layout.dim,) if layout.dim else ()), "lat", "lon"),
+                (*[1] * len(before), *((per_chunk,) if layout.dim else ()), height, width),
                 {**{key: text for key, text in named.items() if text}, "coordinates": "valid_time"},
             )
         sink.begin({**plain, "complete": 0})
 
-    def write(self, init_index: int, lead_index: int, fields: np.ndarray) -> None:
+    def write(self, place: int, lead_index: int, fields: np.ndarray) -> None:
         """One lead: (channel, lat, lon) float32 in physical units, NaN on land, once each.
 
         lead_index 0 is one model step. ValueError names the channel of an infinite value.
@@ -237,15 +270,16 @@ class ForecastWriter:
             raise ValueError(
                 f"fields are {fields.dtype} {fields.shape}, the forecast wants float32 {expected}"
             )
-        inits, leads = self._written.shape
-        if not (0 <= init_index < inits and 0 <= lead_index < leads):
+        places, leads = self._written.shape
+        if not (0 <= place < places and 0 <= lead_index < leads):
+            each = "inits" if self._places.members is None else "inits and members"
             raise ValueError(
-                f"init {init_index}, lead {lead_index} lies outside {inits} inits x {leads} leads"
+                f"init {place}, lead {lead_index} lies outside {places} {each} x {leads} leads"
             )
-        where = f"init_time {self.init_times[init_index]}, lead {lead_index + 1}"
-        if not self._own[init_index]:
+        where = self._where(place, lead_index)
+        if not self._own[place]:
             raise ValueError(f"{self.path}: {where} is another process's to write")
-        if self._written[init_index, lead_index]:
+        if self._written[place, lead_index]:
             raise ValueError(f"{self.path}: {where} is written already")
         for name, field in zip(self.channels.names, fields, strict=True):
             if np.isinf(field).any():
@@ -254,19 +288,19 @@ class ForecastWriter:
             for layout in self._layouts:
                 positions = list(layout.positions)
                 values = fields[positions] if layout.dim else fields[positions[0]]
-                self._sink.assign(layout.variable, init_index, lead_index, values)
-        self._written[init_index, lead_index] = True
+                self._sink.assign(layout.variable, self._at(place, lead_index), values)
+        self._written[place, lead_index] = True
 
-    def sync(self, init_index: int, leads: Sequence[int]) -> None:
+    def sync(self, place: int, leads: Sequence[int]) -> None:
         """Have leads that are written on disk, which the system otherwise puts off."""
         assert isinstance(self._sink, ZarrSink)
         with self._naming("sync"):
             for lead in leads:
-                self._sink.sync(init_index, lead)
+                self._sink.sync(self._at(place, lead))
 
     @property
     def written(self) -> int:
-        """Leads of this process that are there so far, over all initial times."""
+        """Leads of this process that are there so far, over all initial times and members."""
         return int(self._written.sum())
 
     def close(self, written: int | None = None) -> None:
@@ -280,10 +314,10 @@ class ForecastWriter:
         absent = np.argwhere(~self._written & self._own[:, None])
         if absent.size:
             self.abandon()
-            init, lead = (int(i) for i in absent[0])
+            place, lead = (int(i) for i in absent[0])
             raise ValueError(
                 f"{self.path} stays incomplete: {len(absent)} of {self._written.size} leads were"
-                f" not written, the first is init_time {self.init_times[init]}, lead {lead + 1}"
+                f" not written, the first is {self._where(place, lead)}"
             )
         together = self.written if written is None else written
         if not self._joins and together != self._written.size:

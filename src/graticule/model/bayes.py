@@ -15,6 +15,7 @@ fields that no set of weights makes, so there is none.
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -65,7 +66,8 @@ class Posterior:
 
     keys: of each parameter, 64 bits. shapes: of each parameter, whole. num_sources: of the whole
     layer. boxes: which part of a parameter is here, where it is not all of it. pool: where those
-    that are `pooled` are drawn, together with other layers'.
+    that are `pooled` are drawn, together with other layers'. kept: within `keeping`, of each
+    parameter what was drawn last, and for which draw and type.
     """
 
     keys: dict[str, int]
@@ -77,14 +79,24 @@ class Posterior:
     boxes: dict[str, tuple[slice, ...]] = field(default_factory=dict)
     pool: Pool = field(default_factory=Pool)
     pooled: frozenset[str] = frozenset()
+    kept: dict[str, tuple[Any, Tensor]] | None = None
 
     def __call__(self, layer: Layer, leaf: str, dtype: torch.dtype) -> Tensor:
+        if self.kept is None:
+            return self._drawn(layer, leaf, dtype)
+        which = current().words, dtype
+        if leaf not in self.kept or self.kept[leaf][0] != which:
+            self.kept.pop(leaf, None)  # before there is another
+            self.kept[leaf] = which, self._drawn(layer, leaf, dtype)
+        return self.kept[leaf][1]
+
+    def _drawn(self, layer: Layer, leaf: str, dtype: torch.dtype) -> Tensor:
         draw = current()
         mean, rho = layer.held(leaf), layer.held(f"{leaf}_rho")
-        again = partial(self._drawn, leaf, draw.words, mean.device)
+        again = partial(self._noise, leaf, draw.words, mean.device)
         return _Sample.apply(mean, rho, again, self.sigma_map, dtype)
 
-    def _drawn(self, leaf: str, words: tuple[int, int], device: torch.device) -> Tensor:
+    def _noise(self, leaf: str, words: tuple[int, int], device: torch.device) -> Tensor:
         key, box = self.keys[leaf], self.boxes.get(leaf)
         if leaf in self.pooled:
             whole = self.pool.normal(key, words, self.shapes[leaf], device)
@@ -190,6 +202,24 @@ def weights_of(model: nn.Module) -> Iterator[Weight]:
                     posterior=layer.sample,
                     layer=layer,
                 )
+
+
+@contextmanager
+def keeping(model: nn.Module) -> Iterator[None]:
+    """Within the block, where nobody takes gradients or changes weights, what is drawn stays until
+    another draw is asked for: all leads of a member draw its weights once, for a copy of them."""
+    posteriors = [
+        layer.sample
+        for layer in model.modules()
+        if isinstance(layer, Layer) and isinstance(layer.sample, Posterior)
+    ]
+    for posterior in posteriors:
+        posterior.kept = {}
+    try:
+        yield
+    finally:
+        for posterior in posteriors:
+            posterior.kept = None
 
 
 @torch.no_grad()

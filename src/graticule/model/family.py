@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from graticule.model.draws import Draw, bound
+from graticule.model.layers import Layer
+from graticule.model.nice import Nice
 from graticule.model.pad import FieldPad
 from graticule.model.units import Runner, Unit, straight
 
@@ -56,3 +58,12 @@ class Model(nn.Module):
         known = known + state.unsqueeze(1)
         parts = [known, diagnostic] if diagnostic.shape[2] else [known]
         return (torch.cat(parts, dim=2) if len(parts) > 1 else known).flatten(1, 2)
+
+
+def takes_draws(model: nn.Module) -> bool:
+    """Whether weights or noise of a model are drawn: without a draw it cannot be called."""
+    return any(
+        (isinstance(module, Layer) and module.sample is not None)
+        or (isinstance(module, Nice) and module.num_noise > 0)
+        for module in model.modules()
+    )

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from graticule.assemble import assemble, shapes_of
-from graticule.config import Config, from_dict, override
+from graticule.assemble import assemble, describe, shapes_of
+from graticule.config import BeastConfig, Config, from_dict, override
 from graticule.data.samples import SampleSource
 from graticule.data.statistics import Statistics
 from graticule.data.store import Store
@@ -24,6 +24,7 @@ from graticule.forecast.clock import timing_path
 from graticule.forecast.log import log_path
 from graticule.forecast.reader import open_forecast
 from graticule.forecast.run import forecast
+from graticule.forecast.schedule import shared_out
 from graticule.mesh import Mesh
 from graticule.parallel.launch import mesh_of
 from graticule.parallel.talk import everyone
@@ -111,6 +112,7 @@ def forecast_from_run(
     settings: Sequence[str] = (),
     device: str | None = None,
     resume: bool = False,
+    members: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Forecast with a run's weights. `run`: its folder, or one of its checkpoints.
@@ -121,11 +123,13 @@ def forecast_from_run(
     out: none: `forecast.zarr` in the run's folder, or `forecast-step-....zarr` of a checkpoint.
     starts: dates of the store; none: every `forecast.every`-th of the split `forecast.split`.
     settings: `forecast.*`, `data.store` and splits; `mesh.*` of the processes that were started,
-    all of which make this call. By default they form the run's mesh if their number allows it.
-    The file is the same whatever the mesh.
+    all of which make this call. By default they form the run's mesh if their number allows it, and
+    those that do not share a sample are given initial times and members so that the last is done
+    soonest. The file is the same whatever the mesh.
     resume: go on with what a forecast of this kind that was stopped left at `out`.
+    members: of an ensemble; none: `bayes.members` where weights or noise are drawn.
     Returns where the forecast is, how many starts and leads it has, and what this call cost, as
-    `Timing.to_dict` says it.
+    `Timing.to_dict` says it. ValueError for members of a run that draws nothing.
     """
     found = checkpoint.find(run)
     state = checkpoint.read_state(found)
@@ -146,7 +150,15 @@ def forecast_from_run(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     asked = any(setting.startswith("mesh.") for setting in settings)
     config = _laid_out(config, everyone().size, asked=asked)
-    mesh = Mesh(mesh_of(config.mesh, everyone().size), device=torch.device(device).type)
+    sizes = mesh_of(config.mesh, everyone().size)
+    if members is None and _draws(config):
+        members = config.bayes.members
+    if not any(setting.startswith(("mesh.data", "mesh.member")) for setting in settings):
+        sizes |= shared_out(sizes["data"] * sizes["member"], len(chosen), members or 1)
+    mesh = Mesh(sizes, device=torch.device(device).type)
+    if mesh.sizes["member"] > 1 and mesh.rank == 0:
+        _log.info("%d initial times over mesh.data=%d, %d members over mesh.member=%d",
+                  len(chosen), sizes["data"], members or 1, sizes["member"])  # fmt: skip
     running = assemble(config, shapes_of(source), mesh, device=device)
     stripes = running.stripes
     loaded = checkpoint.load_weights(
@@ -156,6 +168,9 @@ def forecast_from_run(
     if out is None:
         named = found.resolve() == run.resolve()
         out = found.parents[1] / (f"forecast-{found.name}.zarr" if named else "forecast.zarr")
+    # The counter takes seconds to import, so it is for those who ask how fast an ensemble is.
+    counts = members is not None and mesh.rank == 0
+    flops = describe(config, shapes_of(source))["forward_flops"] if counts else 0.0
     # What it is a forecast of, not who computed it, nor what is told on the way.
     told = replace(
         config,
@@ -169,11 +184,13 @@ def forecast_from_run(
         running.model,
         SampleSource(store, config.data, rows=stripes.rows, columns=stripes.columns),
         statistics, out,
-        starts=chosen, leads=leads, device=device, progress=progress, mesh=mesh, stripes=stripes,
+        starts=chosen, leads=leads, members=members, device=device, progress=progress, mesh=mesh,
+        stripes=stripes,
         inputs=[found],
         resume=resume,
         restart_every=config.forecast.restart_every,
         log_every=config.forecast.log_every,
+        forward_flops=flops,
         attributes={
             "title": f"forecast of {config.name}",
             "config": json.dumps(told.to_dict()),
@@ -189,6 +206,12 @@ def forecast_from_run(
         "leads": leads,
         **timing.to_dict(),
     }
+
+
+def _draws(config: Config) -> bool:
+    """Whether weights or noise of its model are drawn."""
+    noisy = isinstance(config.model, BeastConfig) and config.model.nice_noise > 0
+    return config.bayes.weights or noisy
 
 
 def validate_run(
@@ -251,8 +274,8 @@ def _laid_out(config: Config, size: int, *, asked: bool) -> Config:
     asked: the mesh was set for this command: then it has to fit.
     """
     own = config.mesh
-    alike = replace(own, data=0, sequence=own.sequence or 1)
-    whole = replace(own, data=0, window=1, sequence=1, tensor=1, fixed_windows=None)
+    alike = replace(own, data=0, member=1, sequence=own.sequence or 1)
+    whole = replace(own, data=0, member=1, window=1, sequence=1, tensor=1, fixed_windows=None)
     for mesh in (own,) if asked else (own, alike, whole):
         try:
             sizes = mesh_of(mesh, size)
