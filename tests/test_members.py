@@ -227,7 +227,7 @@ def measured(layout: str) -> list[Any]:
     out = []
     for likelihood in LIKELIHOODS:
         config = config_of(likelihood, layout)
-        out.append(measure(config, SHAPES, torch.float64, 2, SAMPLES))
+        out.append(measure(config, SHAPES, torch.float64, 1, SAMPLES))
     return out
 
 
@@ -239,12 +239,12 @@ def serial() -> list[Results]:
 @pytest.mark.parametrize(
     "layout",
     [
-        "member=2",
-        "member=4",
         "data=2,member=2",
         "member=2,weights=sharded",
         "member=2,window=2,stripe_dim=lon",
         "member=2,tensor=2",
+        pytest.param("member=2", marks=pytest.mark.slow),
+        pytest.param("member=4", marks=pytest.mark.slow),
         pytest.param("window=3", marks=pytest.mark.slow),
         pytest.param("window=4", marks=pytest.mark.slow),
         pytest.param("data=2,weights=sharded,shard_unit=model", marks=pytest.mark.slow),

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from graticule.model import elementary
@@ -93,12 +94,16 @@ class Posterior:
     def _drawn(self, layer: Layer, leaf: str, dtype: torch.dtype) -> Tensor:
         draw = current()
         mean, rho = layer.held(leaf), layer.held(f"{leaf}_rho")
-        again = partial(self._noise, leaf, draw.words, mean.device)
+        # What is traced has no values: it is neither taken from what is kept nor kept.
+        pooled = leaf in self.pooled and not isinstance(mean, FakeTensor)
+        again = partial(self._noise, leaf, draw.words, mean.device, pooled)
         return _Sample.apply(mean, rho, again, self.sigma_map, dtype)
 
-    def _noise(self, leaf: str, words: tuple[int, int], device: torch.device) -> Tensor:
+    def _noise(
+        self, leaf: str, words: tuple[int, int], device: torch.device, pooled: bool
+    ) -> Tensor:
         key, box = self.keys[leaf], self.boxes.get(leaf)
-        if leaf in self.pooled:
+        if pooled:
             whole = self.pool.normal(key, words, self.shapes[leaf], device)
             return whole if box is None else whole[box]
         return normal(key, words, self.shapes[leaf], box, device)

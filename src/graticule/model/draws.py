@@ -177,13 +177,10 @@ class Pool:
         """Of one of its tensors, whole: not to be written to."""
         if draw := self._kept.get((words, device)):
             return draw[key, shape]
-        draw = self._all(words, device)
-        # What is traced has no values, and is of its trace alone.
-        if type(draw[key, shape]) is Tensor:
-            numbers = sum(self._sizes.values())
-            while self._kept and (len(self._kept) + 1) * numbers > _POOLED:
-                self._kept.pop(next(iter(self._kept)), None)
-            self._kept[words, device] = draw
+        numbers = sum(self._sizes.values())
+        while self._kept and (len(self._kept) + 1) * numbers > _POOLED:
+            self._kept.pop(next(iter(self._kept)), None)
+        self._kept[words, device] = draw = self._all(words, device)
         return draw[key, shape]
 
     def _all(self, words: tuple[int, int], device: torch.device) -> dict[Any, Tensor]:
