@@ -1,8 +1,6 @@
 """BEAST against one written by hand in plain torch, its noise, its published size, its refusals."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,17 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from graticule.assemble import Shapes, assemble, build_model, describe, shapes_of_config
+from graticule.assemble import Shapes, build_model, describe, shapes_of_config
 from graticule.config import BeastConfig, Config, from_dict, override
-from graticule.mesh import Mesh
 from graticule.model.beast import Beast
 from graticule.model.draws import Draw, drawing, noise
 from graticule.model.layers import Layer
 from graticule.model.nice import Nice, conditioned
 from graticule.model.windows import Attend
 from graticule.recipes import recipe
-from graticule.train.task import Task
-from graticule.verify import verify
 
 # 13 rows make 7 patches, and these 4 of the inner stage: each rounded up.
 SETTINGS: dict[str, Any] = {
@@ -481,36 +476,3 @@ def test_one_number_is_a_square_window() -> None:
 def test_the_precision_of_another_paper_is_refused() -> None:
     with pytest.raises(ValueError, match=r"precision=paper is how TERRA was trained.*BEAST is"):
         build_model(override(recipe("beast-mini"), ["train.precision=paper"]), SHAPES)
-
-
-REFUSED: list[Callable[[Config], Any]] = [
-    lambda config: Task.of(config, torch.device("cpu")),
-    lambda config: assemble(config, SHAPES, Mesh()),
-    lambda config: verify(config, ["window=2"]),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("beast-mini", []),
-        ("beast-demo", ["bayes.weights=false", "bayes.members=1", "bayes.likelihood=none"]),
-        ("demo", ["bayes.weights=true", "bayes.members=2", "bayes.likelihood=crps"]),
-    ],
-)
-def test_members_are_described_and_not_trained_yet(
-    name: str, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # where no store lies
-    sizes = ["data.grid=48,96", "data.prognostic=u,v,h"] if "demo" in name else []
-    values = override(recipe(name), []).to_dict()
-    for setting in [*settings, *sizes]:
-        key, text = setting.split("=")
-        section, leaf = key.split(".")
-        parsed: Any = {"true": True, "false": False, "1": 1, "2": 2}.get(text, text)
-        values[section][leaf] = {"grid": [48, 96], "prognostic": ["u", "v", "h"]}.get(leaf, parsed)
-    config = from_dict(values)
-    assert describe(config, shapes_of_config(config))["parameters"] > 0
-    for call in REFUSED:
-        with pytest.raises(ValueError, match=r"members are not trained yet, nor forecast with: "):
-            call(config)

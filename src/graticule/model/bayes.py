@@ -22,11 +22,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from graticule.model import elementary
-from graticule.model.draws import Pool, current, normal
+from graticule.model.draws import Pool, current, has_no_values, normal
 from graticule.model.layers import Layer
 
 SigmaMap = Literal["softplus", "exp"]
@@ -94,18 +93,14 @@ class Posterior:
     def _drawn(self, layer: Layer, leaf: str, dtype: torch.dtype) -> Tensor:
         draw = current()
         mean, rho = layer.held(leaf), layer.held(f"{leaf}_rho")
-        # What is traced has no values: it is neither taken from what is kept nor kept.
-        pooled = leaf in self.pooled and not isinstance(mean, FakeTensor)
-        again = partial(self._noise, leaf, draw.words, mean.device, pooled)
+        again = partial(self._noise, leaf, draw.words, mean.device)
         return _Sample.apply(mean, rho, again, self.sigma_map, dtype)
 
-    def _noise(
-        self, leaf: str, words: tuple[int, int], device: torch.device, pooled: bool
-    ) -> Tensor:
+    def _noise(self, leaf: str, words: tuple[int, int], device: torch.device) -> Tensor:
         key, box = self.keys[leaf], self.boxes.get(leaf)
-        if pooled:
+        if leaf in self.pooled:
             whole = self.pool.normal(key, words, self.shapes[leaf], device)
-            return whole if box is None else whole[box]
+            return whole if box is None else whole[box].contiguous()
         return normal(key, words, self.shapes[leaf], box, device)
 
     @torch.no_grad()
@@ -126,18 +121,34 @@ class _Sample(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(rho)
         ctx.again, ctx.sigma_map = again, sigma_map
-        if mean.is_meta:
-            return torch.empty_like(mean, dtype=dtype)
-        return deviation(rho, sigma_map).mul_(again()).add_(mean).to(dtype)
+        out = torch.empty(mean.shape, dtype=dtype, device=mean.device)
+        if has_no_values(mean):
+            torch.empty_like(mean, dtype=torch.float32)  # what was drawn
+            return out
+        for w, m, r, eps in zip(*map(_parts, (out, mean, rho, again())), strict=True):
+            w.copy_(deviation(r, sigma_map).mul_(eps).add_(m))
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (rho,) = ctx.saved_tensors
-        grad = grad.to(rho.dtype)
-        if rho.is_meta:
-            return grad, torch.empty_like(rho), None, None, None
-        return grad, slope(rho, ctx.sigma_map).mul_(ctx.again()).mul_(grad), None, None, None
+        grad = grad.to(rho.dtype).contiguous()
+        d_rho = torch.empty_like(rho)
+        if has_no_values(rho):
+            torch.empty_like(rho, dtype=torch.float32)
+            return grad, d_rho, None, None, None
+        for d, r, eps, g in zip(*map(_parts, (d_rho, rho, ctx.again(), grad)), strict=True):
+            torch.mul(slope(r, ctx.sigma_map).mul_(eps), g, out=d)
+        return grad, d_rho, None, None, None
+
+
+_PART = 2**17
+"""Numbers at a time: what passes is small beside the rest, and stays in a CPU's cache."""
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    return tensor.view(-1).split(_PART)
 
 
 def make_bayesian(

@@ -16,15 +16,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from graticule.model import elementary
 from graticule.model.units import State, Tiled, Unit
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
-_CHUNK = {"cpu": 2**15, "cuda": 2**22}
+_CHUNK = {"cpu": 2**15, "cuda": 2**20}
 """Counters at a time: what passes stays in a CPU's cache, and is small beside the rest on a GPU."""
 _SMALL, _POOLED = 2**16, 2**23
 """Numbers of a small tensor at most, and of those that are kept (32 MiB)."""
@@ -101,6 +103,12 @@ def _run(run: Callable[..., State], draw: Draw, *state: Tensor) -> State:
         return run(*state)
 
 
+def has_no_values(tensor: Tensor) -> bool:
+    """Of a tensor that is built or traced without any: to draw is many operations, and it takes
+    little memory beside what is drawn."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
 def noise(key: int, draw: Draw, num_values: int, device: torch.device | str) -> Tensor:
     """(item, value) float32 of each item of a draw, the same wherever else the item is computed."""
     assert num_values <= _VALUES, num_values
@@ -131,19 +139,19 @@ def normal(
         dim -= 1
         run *= sizes[dim]
         stride *= shape[dim]
-    starts = torch.zeros(1, dtype=torch.int64, device=device)
+    found = np.zeros(1, dtype=np.int64)
     if dim < len(shape):
-        starts = starts + ranges[dim].start * (stride // shape[dim] if stride else 0)
+        found += ranges[dim].start * (stride // shape[dim] if stride else 0)
     for outer in range(dim - 1, -1, -1):
-        stride = math.prod(shape[outer + 1 :])
-        rows = torch.tensor(ranges[outer], dtype=torch.int64, device=device) * stride
-        starts = (rows[:, None] + starts).flatten()
+        rows = np.array(ranges[outer], dtype=np.int64) * math.prod(shape[outer + 1 :])
+        found = (rows[:, None] + found).ravel()
     if not math.prod(sizes):
         return torch.empty(sizes, device=device)
-    if len(starts) == 1:
-        return _run_of(key, words, int(starts), run, device).view(sizes)
+    if len(found) == 1:
+        return _run_of(key, words, int(found[0]), run, device).view(sizes)
     # Runs begin anywhere in a block of four numbers.
     blocks = (run + 2) // 4 + 1
+    starts = torch.from_numpy(found).to(device)
     out = torch.empty(len(starts), run, device=device)
     step = max(1, _chunk(device) // blocks)
     within = torch.arange(blocks, device=device)

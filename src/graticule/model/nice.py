@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from graticule.model.draws import current, noise
+from graticule.model.draws import current, has_no_values, noise
 from graticule.model.layers import Layer, Linear
 
 _aten = torch.ops.aten
@@ -53,7 +53,10 @@ class Nice(nn.Module):
                     f" {len(draw.items)} items: each sample's noise has the number of its own"
                     " item (Draw.items)"
                 )
-            e = noise(self.key, draw, self.num_noise, weight.device).to(weight.dtype)
+            if has_no_values(weight):
+                e = weight.new_empty(num_samples, self.num_noise)
+            else:
+                e = noise(self.key, draw, self.num_noise, weight.device).to(weight.dtype)
             hidden = F.gelu(self.first(e)).unflatten(1, (self.norms, -1))
             out = self.second(hidden.transpose(0, 1))
         return out.unflatten(-1, (self.parts, -1))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from graticule.mesh import Mesh
 from graticule.model.bayes import Posterior
-from graticule.model.layers import Layer, Linear, Mlp, dense
+from graticule.model.layers import Linear, Mlp, dense
 from graticule.model.swin import RelativePositionBias, WindowAttention
 from graticule.model.windows import WindowMask
 from graticule.parallel.box import box_of
@@ -145,11 +145,12 @@ def _scattered(x: Tensor, link: Link) -> Tensor:
     return link.scatter_sum(x.unflatten(1, (link.size, -1)).transpose(0, 1), "tensor")
 
 
-def _split(layer: Layer, name: str, dim: int, axis: Any) -> None:
+def _split(layer: nn.Module, name: str, dim: int, axis: Any) -> None:
     """Keep our part, along `dim`, of a layer's parameter, and of what it is drawn by."""
     from torch.distributed.tensor import DTensor, Shard
 
-    posterior = layer.sample if isinstance(layer.sample, Posterior) else None
+    sample = getattr(layer, "sample", None)
+    posterior = sample if isinstance(sample, Posterior) else None
     for leaf in (name, f"{name}_rho") if posterior else (name,):
         whole = getattr(layer, leaf)
         part = whole.detach().chunk(axis.size(), dim)[axis.get_local_rank()]

@@ -30,6 +30,7 @@ from graticule.parallel.launch import mesh_of
 from graticule.parallel.layouts import Topology, WindowLayout
 from graticule.train.differences import Differences
 from graticule.train.loss import LossWeights, loss_kind
+from graticule.train.members import ensemble_of
 from graticule.train.objective import Objective
 from graticule.train.optimizer import Average, make_optimizer
 from graticule.train.step import Differentiated
@@ -65,8 +66,11 @@ class _Batch:
     inputs: Tensor
     forcing: list[Tensor]
     labels: list[Tensor]
-    keys = (0,)
     init_times = ("traced",)
+
+    @property
+    def keys(self) -> range:
+        return range(len(self.inputs))
 
     def lead(self) -> tuple[Tensor, Tensor]:
         return self.forcing.pop(0), self.labels.pop(0)
@@ -234,8 +238,9 @@ class Rehearsal:
         for parameter in running.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
-        # A later micro-batch of a step finds the gradients of those before it.
-        self.alone = config.train.accumulation == 1
+        # A later micro-batch of a step, or member, finds the gradients of those before it.
+        members = config.bayes.members // running.mesh.sizes["member"]
+        self.alone = config.train.accumulation == members == 1
         if self.alone:
             self.optimizer.zero_grad(set_to_none=True)
         self.average = (
@@ -271,6 +276,10 @@ class Rehearsal:
             if config.train.gradient_loss
             else None,
         )
+        self.ensemble = ensemble_of(config, running.mesh, running.model, self.objective, 1)
+        if self.ensemble:
+            # Members come one at a time: the last one's step, with what is left of the others.
+            self.ensemble = replace(self.ensemble, own=self.ensemble.own[:1])
 
     def owned(self) -> dict[str, list[Tensor]]:
         objective, model = self.objective, self.running.model
@@ -318,16 +327,18 @@ class Rehearsal:
             more = range(leads, self.config.train.leads)
             self.fields = [inputs, *batch.labels, *(label() for _ in more)]
         objective = replace(self.objective, leads=leads)
+        ensemble = self.ensemble
         sums = torch.zeros(leads, objective.num_channels, dtype=torch.float64)
         factors = torch.ones(objective.num_channels, dtype=torch.float64)
 
         def step() -> None:
             if self.alone:
                 self.optimizer.zero_grad(set_to_none=True)
-            Differentiated(running.model, objective, factors, memory)(batch, sums)
+            given = running.model, objective, factors, memory
+            (ensemble.rollouts(1, *given) if ensemble else Differentiated(*given))(batch, sums)
             if self.data == "buffered":
                 batch.label = None
-            running.shared.reduce()
+            running.shared.reduce(ensemble.pulled(1.0) if ensemble else None)
             running.shared.total(sums.sum(1))
             running.shared.scale_(1.0)
             self.optimizer.step()

@@ -53,7 +53,6 @@ class Score:
     settled, before any of them is differentiated."""
 
     def __init__(self, weights: LossWeights, *, num_members: int, own: int, link: Link) -> None:
-        assert own * link.size == num_members, (own, link.size, num_members)
         self.weights, self.num_members, self.own, self.link = weights, num_members, own, link
         self._heard: set[int] = set()
         self.settled = False

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from graticule.model.bayes import Weight, deviation, slope, weights_of
+from graticule.model.draws import has_no_values
 from graticule.model.layers import few
 from graticule.parallel.data import local
 
@@ -67,6 +68,8 @@ class Pull:
         # A gradient's memory may be in another order than its parameter's.
         change = None if gradient is None else torch.empty_like(local(parameter))
         changes = [None] * len(_flat(parameter)) if change is None else _flat(change)
+        if has_no_values(local(parameter)):
+            return
         prior, posterior = weight.posterior.prior, weight.posterior
         sigma = prior.sigma_of(posterior.num_sources)
         parts = _parts(weight.mean, weight.rho, weight.start)
