@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from graticule.assemble import Shapes, assemble
 from graticule.config import Config
@@ -17,7 +17,7 @@ from graticule.mesh import Mesh
 from graticule.parallel.data import local
 from graticule.parallel.launch import laid_out, mesh_of
 from graticule.train.loss import LossWeights
-from graticule.train.objective import Objective
+from graticule.train.objective import Objective, as_stored
 from graticule.train.step import training_step
 from pools import Pools
 from test_memory_profile import SHAPES, UNET, config_of, plans_of, whole, with_tiles
@@ -55,7 +55,7 @@ def steps(
         running = assemble(config, shapes, mesh, dtype=torch.float64)
         here = (..., running.stripes.rows, running.stripes.columns)
         objective = Objective(
-            inputs=nn.Identity(), forcing=nn.Identity(), labels=nn.Identity(),
+            inputs=as_stored, forcing=as_stored, labels=as_stored,
             statics=torch.ones(1, *shapes.grid, dtype=torch.float64)[here],
             weights=LossWeights(weights.cell[here], weights.wet[here], weights.total), kind="mae",
             leads=LEADS, num_prognostic=shapes.num_prognostic,

@@ -30,7 +30,7 @@ from graticule.parallel.launch import mesh_of
 from graticule.parallel.layouts import Topology, WindowLayout
 from graticule.train.differences import Differences
 from graticule.train.loss import LossWeights, loss_kind
-from graticule.train.objective import Objective
+from graticule.train.objective import Decode, Objective, as_stored
 from graticule.train.optimizer import Average, make_optimizer
 from graticule.train.step import Differentiated
 
@@ -99,15 +99,16 @@ class _Decode(nn.Module):
     rest: Tensor
     constant: Tensor
 
-    def __init__(self, channels: int, grid: tuple[int, int], on: str, dtype: torch.dtype) -> None:
+    def __init__(self, wet: Tensor, on: str, dtype: torch.dtype) -> None:
         super().__init__()
         self.on, self.dtype = on, dtype
-        self.register_buffer("wet", torch.ones(channels, *grid, dtype=torch.bool))
+        self.register_buffer("wet", wet)
+        channels = len(wet)
         for name in ("centre", "gain", "rest"):
             self.register_buffer(name, torch.ones(channels, 1, 1))
         self.register_buffer("constant", torch.zeros(channels, 1, 1, dtype=torch.bool))
 
-    def forward(self, stored: Tensor) -> Tensor:
+    def forward(self, stored: Tensor, channels: slice = slice(None)) -> Tensor:
         stored = stored.view(stored.shape)  # read, and so held until here
         if self.on == "cpu":
             return torch.empty(stored.shape, dtype=torch.float32).to(self.dtype)
@@ -244,8 +245,12 @@ class Rehearsal:
         wet = torch.ones(shapes.num_predicted, *self.here, dtype=torch.bool)
         dtype = PRECISIONS[config.train.precision].fields
 
-        def decode(channels: int) -> nn.Module:
-            return _Decode(channels, self.here, on, dtype) if data == "stored" else nn.Identity()
+        def decode(channels: int) -> Decode:
+            if data != "stored":
+                return as_stored
+            if channels == shapes.num_predicted:  # one mask of them all, as in a run
+                return _Decode(wet, on, dtype)
+            return _Decode(torch.ones(channels, *self.here, dtype=torch.bool), on, dtype)
 
         alike = not config.train.area_weighted and config.train.denominator != "channel"
         weights = LossWeights(wet if alike else wet.float(), wet, 1.0)
