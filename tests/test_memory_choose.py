@@ -175,9 +175,3 @@ def test_the_heaviest_rank_has_most_windows_and_then_most_rows() -> None:
     assert heaviest(2, 32) == 0
     # Four rows of windows, four ranks: those in the middle have two neighbours.
     assert heaviest(4, 64) == 1
-
-
-def test_a_detached_rollout_is_not_planned_as_a_full_one() -> None:
-    detached = config(2, detach_every=1)
-    with pytest.raises(ValueError, match=r"detach_every=1 holds 1 lead at a time.*train\.leads=1"):
-        chooser_of(detached, SHAPES, device("h100-80"), ranks=1)

@@ -5,6 +5,7 @@ does nothing else leaves one when the backward pass comes by.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -45,6 +46,10 @@ class FlopTally(TorchDispatchMode):
     """FLOPs so far, by PyTorch's own formulas (`torch.utils.flop_counter`, whose counter would keep
     tensors alive)."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled: a wrapper less around each operation
+
     def __init__(self) -> None:
         super().__init__()
         self.total = 0.0
@@ -59,11 +64,16 @@ class FlopTally(TorchDispatchMode):
         return out
 
 
+class _BrokenOff(Exception):
+    pass
+
+
 @dataclass(eq=False)
 class Marks(Memory):
     """Does the same with each unit by itself, and leaves marks between units.
 
     action: keep, recompute or simple.
+    stop: the lead after whose forward pass the step is broken off; 0: it is not.
     tiles: in how many row tiles units run that can; with 1 as they are.
     states: by (lead, cut): bytes of the storages of the state there, by their number in the trace.
     Of the newest run of a lead. names: of the units. spans: of those that can run in row tiles, by
@@ -73,6 +83,7 @@ class Marks(Memory):
 
     action: Action = "keep"
     tiles: int = 1
+    stop: int = 0
     states: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     spans: dict[int, int] = field(default_factory=dict)
@@ -103,6 +114,8 @@ class Marks(Memory):
             state = _Seam.apply(partial(self._mark, "seam", lead, len(units)), *state)
         self._note(lead, len(units), state)
         self._mark(name, lead, len(units))
+        if lead == self.stop:
+            raise _BrokenOff
         return state
 
     def _mark(self, what: str, lead: int, number: int) -> None:
@@ -305,7 +318,7 @@ def record(job: Job, leads: int, marks: Marks) -> Recording:
     step = job.step(leads, marks)
 
     def counted() -> None:
-        with marks.tally:
+        with marks.tally, suppress(_BrokenOff):
             step()
 
     _, trace = trace_memory(counted, job.owned)

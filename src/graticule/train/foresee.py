@@ -7,7 +7,7 @@ decides (`layers.imitating`).
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -58,9 +58,13 @@ published. buffered: so too, but for labels, of which the newest is there to the
 peak is, and left out)."""
 
 
+class _GroupIsOver(Exception):
+    pass
+
+
 @dataclass
 class _Batch:
-    """A sample whose numbers nobody looks at. num_leads: how many it has labels for."""
+    """A sample whose numbers nobody looks at."""
 
     inputs: Tensor
     forcing: list[Tensor]
@@ -69,6 +73,27 @@ class _Batch:
     init_times = ("traced",)
 
     def lead(self) -> tuple[Tensor, Tensor]:
+        return self.forcing.pop(0), self.labels.pop(0)
+
+
+@dataclass
+class _Later:
+    """A sample's leads from one on at whose states no gradient is handed on: a group in the middle
+    of a rollout, which begins with normalised states that nobody else holds."""
+
+    states: list[Tensor]
+    forcing: list[Tensor]
+    labels: list[Tensor]
+    keys = (0,)
+    init_times = ("traced",)
+
+    @property
+    def inputs(self) -> Tensor:
+        return self.states.pop()
+
+    def lead(self) -> tuple[Tensor, Tensor]:
+        if not self.labels:
+            raise _GroupIsOver
         return self.forcing.pop(0), self.labels.pop(0)
 
 
@@ -165,7 +190,8 @@ def foresee(
     tiles: int = 1,
     simple: bool = False,
 ) -> Profile:
-    """Of a rank's steps. rank: None: the heaviest. on: the kind of device, `cpu` or `cuda`.
+    """Of a rank's steps; where no gradient is handed on after some leads (`train.detach_every`), of
+    such a group of leads in the middle of the rollout. rank: None: the heaviest. on: the kind of device, `cpu` or `cuda`.
     stored: of the store's numbers. tiles: row tiles that plans may have, where weights allow it.
     simple: whether plans may have that."""
     if rank is None:
@@ -182,7 +208,13 @@ def foresee(
         with mode, imitating(on):
             job = Rehearsal(config, shapes, running, on, data, stored)
             tiles = tiles if _whole(config) else 1
-            return profile_step(job, config.train.leads, tiles=tiles, simple=simple)
+            return profile_step(job, leads_together(config), tiles=tiles, simple=simple)
+
+
+def leads_together(config: Config) -> int:
+    """Through how many leads a gradient goes: those that a plan is of."""
+    train = config.train
+    return min(train.detach_every or train.leads, train.leads)
 
 
 def _whole(config: Config) -> bool:
@@ -235,8 +267,10 @@ class Rehearsal:
         for parameter in running.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
-        # A later micro-batch of a step finds the gradients of those before it.
-        self.alone = config.train.accumulation == 1
+        self.detached = leads_together(config) < config.train.leads
+        # A later micro-batch of a step, or a later group of leads, finds the gradients of those
+        # before it.
+        self.alone = config.train.accumulation == 1 and not self.detached
         if self.alone:
             self.optimizer.zero_grad(set_to_none=True)
         self.average = (
@@ -264,7 +298,6 @@ class Rehearsal:
             leads=config.train.leads,
             num_prognostic=shapes.num_prognostic,
             num_outputs=shapes.num_outputs,
-            detach_every=config.train.detach_every,
             differences=Differences.of(
                 weights,
                 config.train.gradient_loss,
@@ -314,7 +347,17 @@ class Rehearsal:
         forcing = [fields(shapes.num_forcings, shapes.num_forcing) for _ in range(leads)]
         label = partial(fields, shapes.num_outputs, shapes.num_predicted)
         batch: Any
-        if self.data == "buffered":
+        objective = replace(self.objective, leads=leads)
+        if self.detached:
+            # The group after it is not run: the states that it would have are there all the same.
+            objective = replace(objective, leads=leads + 1, detach_every=leads)
+            if self.data == "stored":
+                objective = replace(objective, inputs=as_stored)
+            self.fields = [inputs]
+            states = torch.zeros_like(inputs, dtype=objective.statics.dtype)
+            batch = _Later([states], forcing, [label() for _ in range(leads)])
+            del states
+        elif self.data == "buffered":
             self.fields = [inputs]
             batch = _Buffered(inputs, forcing, label)
         else:
@@ -322,14 +365,14 @@ class Rehearsal:
         if self.data == "resident":
             more = range(leads, self.config.train.leads)
             self.fields = [inputs, *batch.labels, *(label() for _ in more)]
-        objective = replace(self.objective, leads=leads)
         sums = torch.zeros(leads, objective.num_channels, dtype=torch.float64)
         factors = torch.ones(objective.num_channels, dtype=torch.float64)
 
         def step() -> None:
             if self.alone:
                 self.optimizer.zero_grad(set_to_none=True)
-            Differentiated(running.model, objective, factors, memory)(batch, sums)
+            with suppress(_GroupIsOver):
+                Differentiated(running.model, objective, factors, memory)(batch, sums)
             if self.data == "buffered":
                 batch.label = None
             running.shared.reduce()

@@ -181,7 +181,7 @@ class Differentiated:
 
     model: with a plan, one of ours (`Model`), which takes a runner.
     factors: (channel,) float64, of each channel's sum of errors.
-    memory: whose plan is of as many leads as the objective has, or of more.
+    memory: whose plan is of as many leads as a group of the objective's has, or of more.
     """
 
     model: Any
@@ -210,7 +210,7 @@ class Differentiated:
             for lead in leads:
                 learns = lead > leads[0] or (lead == 1 and asked is not None)
                 done = self._forward(
-                    lead, states, *self._data(batch), sums,
+                    lead, leads, states, *self._data(batch), sums,
                     learns=learns, after=lead < objective.leads, fed=lead < leads[-1],
                 )  # fmt: skip
                 waiting.append(done)
@@ -238,7 +238,7 @@ class Differentiated:
                 for lead in leads[:-1]:
                     data.append(self._data(batch))
                     with span(f"forward lead {lead}"):
-                        said.append(self._say(lead, running, data[-1][0]))
+                        said.append(self._say(lead - leads[0], running, data[-1][0]))
                         running.go_on(said[-1])
                 del running
             data.append(self._data(batch))
@@ -248,7 +248,7 @@ class Differentiated:
                 states = replace(start, said=tuple(said[: lead - leads[0]]))
                 del said[lead - leads[0] :]
                 done = self._forward(
-                    lead, states, *data.pop(), sums,
+                    lead, leads, states, *data.pop(), sums,
                     learns=learns, after=more, fed=lead < leads[-1],
                 )  # fmt: skip
                 del states
@@ -270,9 +270,10 @@ class Differentiated:
             return batch.lead()
 
     def _say(
-        self, lead: int, states: States, forcing: Tensor, gradient: list[Tensor] | None = None
+        self, place: int, states: States, forcing: Tensor, gradient: list[Tensor] | None = None
     ) -> Tensor:
-        """What the network says in a lead. gradient: where that of what it is given will go."""
+        """What the network says in a lead. place: of the lead in its group, 0, 1, ... gradient:
+        where that of what it is given will go."""
         objective, model = self.objective, self.model
         ours = isinstance(model, Model)
         forcing = objective.forcing(objective.on_device(forcing))
@@ -280,11 +281,12 @@ class Differentiated:
         del forcing
         if gradient is not None:
             x = given(x, gradient)
-        return model(x, *self.memory.runner(lead), added=False) if ours else model(x)
+        return model(x, *self.memory.runner(place + 1), added=False) if ours else model(x)
 
     def _forward(
         self,
         lead: int,
+        group: range,
         states: States,
         forcing: Tensor,
         labels: Tensor,
@@ -294,10 +296,10 @@ class Differentiated:
         after: bool,
         fed: bool,
     ) -> _Lead:
-        """A lead with its graph; see `ending`."""
+        """A lead with its graph; see `ending`. group: the leads of its own."""
         with span(f"forward lead {lead}"):
             gradient = list[Tensor]() if learns else None
-            say = partial(self._say, lead, states, forcing, gradient)
+            say = partial(self._say, lead - group[0], states, forcing, gradient)
             done = ending(self.model, states, say, labels, after=after, fed=fed, learns=learns)
             sums[lead - 1] += done.errors
         return _Lead(done, gradient)
