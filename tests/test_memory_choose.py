@@ -5,7 +5,6 @@ from functools import cache
 import pytest
 
 from graticule.assemble import Shapes, shapes_of_config
-from graticule.cluster.devices import device
 from graticule.config import (
     Config,
     MemoryConfig,
@@ -19,7 +18,6 @@ from graticule.memory.plan import Plan, Segment, plain_plan, price_of
 from graticule.memory.profile import Profile
 from graticule.memory.search import size
 from graticule.recipes import recipe
-from graticule.train.budget import chooser_of
 from graticule.train.foresee import foresee, heaviest_rank
 from small_costs import Slow
 

@@ -93,9 +93,7 @@ def test_a_composed_timeline_has_the_peak_of_the_step_it_stands_for(leads: int) 
     assert profile.units == (
         "embed", "down.0", "down.1", "blocks.0", "blocks.1", "up", "up.0", "up.1", "recover",
     )  # fmt: skip
-    plans = plans_of(
-        leads, leads, 4 + 2 * (leads > 3), ("keep", "recompute", "recompute", "offload")
-    )
+    plans = plans_of(leads, leads, 4, ("keep", "recompute", "recompute", "offload"))
     tiled: tuple[Action, ...] = ("recompute", "offload", "offload", "recompute")
     for plan, action in zip(plans[:4], tiled, strict=True):
         changed = tuple(with_tiles(lead, action, 3) for lead in plan.leads)

@@ -1,9 +1,9 @@
 """What each unit of a model holds, forward and backward, and any plan's timeline made from that.
 
 A step is traced a few times, with at most three leads: keeping everything, lead-wise, and (forward
-alone) recomputing each unit by itself. In a trace with marks between units, each unit's part of the timeline
-stands by itself: how many bytes come and go from its start on. A plan's step is the same parts in
-another order. With n units,
+alone) recomputing each unit by itself. In a trace with marks between units, each unit's part of the
+timeline stands by itself: how many bytes come and go from its start on. A plan's step is the same
+parts in another order. With n units,
 
     forward of a kept segment          its units' parts of the keeping trace
     forward of a recomputed segment    its units' parts of the recomputing trace; what enters a unit

@@ -27,6 +27,7 @@ of the paper among them: a larger budget never has a dearer plan.
 
 import math
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -129,6 +130,13 @@ class Search:
         # Of a lead-wise step, above its base: the last lead has no first pass.
         without = self.costs.recompute_lead_peak()
         self._first_pass = (number - 1) * self.costs.field + without if number > 1 else 0
+
+    def in_graph(self) -> "Search":
+        """The same without lead-wise plans."""
+        other = copy(self)
+        other.lead_wise = False
+        other.__dict__.pop("least", None)
+        return other
 
     def _leads_of(self, costs: Costs) -> tuple[list[_Lead], bool]:
         """Of all leads, and whether they are exact."""

@@ -191,8 +191,10 @@ def foresee(
     simple: bool = False,
 ) -> Profile:
     """Of a rank's steps; where no gradient is handed on after some leads (`train.detach_every`), of
-    such a group of leads in the middle of the rollout. rank: None: the heaviest. on: the kind of device, `cpu` or `cuda`.
-    stored: of the store's numbers. tiles: row tiles that plans may have, where weights allow it.
+    such a group of leads in the middle of the rollout.
+
+    rank: None: the heaviest. on: the kind of device, `cpu` or `cuda`. stored: of the store's
+    numbers. tiles: row tiles that plans may have, where weights allow it.
     simple: whether plans may have that."""
     if rank is None:
         rank = heaviest_rank(config, shapes, ranks)
