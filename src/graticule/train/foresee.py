@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graticule.assemble import PRECISIONS, Running, Shapes, assemble, build_model
-from graticule.config import Config
+from graticule.config import Config, SwinConfig
 from graticule.memory.apply import Memory
 from graticule.memory.profile import Profile, profile_step
-from graticule.memory.trace import INPUTS, own
+from graticule.memory.repeat import traced_depth, with_blocks
+from graticule.memory.trace import GRADIENTS, INPUTS, own
 from graticule.mesh import Mesh, Stripes
 from graticule.model.layers import imitating
 from graticule.model.swin import Swin
@@ -206,11 +207,24 @@ def foresee(
 
     with fake_ranks(rank, ranks):
         mesh = Mesh(mesh_of(config.mesh, ranks))
-        running = assemble(config, shapes, mesh, place=place)
+        fewer = _few_blocks(config)
+        running = assemble(fewer, shapes, mesh, place=place)
         with mode, imitating(on):
-            job = Rehearsal(config, shapes, running, on, data, stored)
+            job = Rehearsal(fewer, shapes, running, on, data, stored)
             tiles = tiles if _whole(config) else 1
-            return profile_step(job, leads_together(config), tiles=tiles, simple=simple)
+            profile = profile_step(job, leads_together(config), tiles=tiles, simple=simple)
+            if isinstance(config.model, SwinConfig):
+                held = [job.held(f"blocks.{number}.") for number in range(fewer.swin.depth)]
+                profile = with_blocks(profile, config.model.depth, held)
+            return profile
+
+
+def _few_blocks(config: Config) -> Config:
+    """With as many blocks as differ."""
+    model = config.model
+    if not isinstance(model, SwinConfig):
+        return config
+    return replace(config, model=replace(model, depth=traced_depth(model.depth)))
 
 
 def leads_together(config: Config) -> int:
@@ -242,6 +256,10 @@ def _place(model: nn.Module) -> None:
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 for sharded in group.fsdp_params:
                     sharded.reset_sharded_param()
+
+
+def _bytes(tensor: Tensor) -> int:
+    return int(getattr(tensor, "_local_tensor", tensor).untyped_storage().nbytes())
 
 
 class Rehearsal:
@@ -334,6 +352,24 @@ class Rehearsal:
         if self.average:
             owned["average"] = list(self.average.tensors.values())
         return owned
+
+    def held(self, prefix: str) -> dict[str, int]:
+        """Bytes by owner of what belongs to parameters and buffers of such names."""
+        model = self.running.model
+        parameters = {n: p for n, p in model.named_parameters() if n.startswith(prefix)}
+        state = self.optimizer.state
+        tensors: dict[str, list[Any]] = {
+            "parameters": list(parameters.values()),
+            "optimizer": [t for p in parameters.values() for t in state[p].values()],
+            "constants": [b for n, b in model.named_buffers() if n.startswith(prefix)],
+            GRADIENTS: [p.grad for p in parameters.values()],
+        }
+        if self.average:
+            tensors["average"] = [self.average.tensors[name] for name in parameters]
+        return {
+            owner: sum(_bytes(t) for t in found if isinstance(t, Tensor))
+            for owner, found in tensors.items()
+        }
 
     def step(self, leads: int, memory: Memory) -> Callable[[], None]:
         """A whole step of so many leads, without the decisions that numbers make."""
