@@ -27,7 +27,7 @@ def test_few_blocks_stand_for_many(
     config = replace(config, model=replace(config.swin, depth=depth))
 
     def foreseen() -> Profile:
-        return foreseeing.foresee(config, SHAPES, ranks=ranks, on="cuda", tiles=3)
+        return foreseeing.foresee(config, SHAPES, ranks=ranks, on="cuda", tiles=leads)
 
     assert traced_depth(depth) < depth
     few = foreseen()
