@@ -44,6 +44,10 @@ class TableCosts:
     lead_wise_base: int = 7
     tiled: tuple[int, ...] = (1,)
 
+    @property
+    def lead_wise(self) -> "TableCosts":
+        return self
+
     def segment(self, kind: Kind, segment: Segment) -> SegmentCost:
         return self.table[kind, segment]
 
@@ -135,6 +139,10 @@ class ChainCosts:
     @property
     def field(self) -> int:
         return self.sizes[0][0]
+
+    @property
+    def lead_wise(self) -> "ChainCosts":
+        return self
 
     @property
     def lead_wise_base(self) -> int:

@@ -24,7 +24,7 @@ from graticule.parallel.local import LocalRanks
 from graticule.tasks import is_trained
 from graticule.train import Stopped, checkpoint, train
 from graticule.train.loss import LossWeights
-from graticule.train.objective import Objective
+from graticule.train.objective import Objective, as_stored
 from graticule.train.progress import read_metrics
 from graticule.train.step import training_step
 from graticule.train.task import Task, in_steps
@@ -199,7 +199,7 @@ def gradients(plan: Plan | None, leads: int, every: int) -> dict[str, Any]:
     model = assemble(planned_config(3), SHAPES, Mesh()).model
     wet = np.ones((SHAPES.num_predicted, *SHAPES.grid), bool)
     objective = Objective(
-        inputs=torch.nn.Identity(), forcing=torch.nn.Identity(), labels=torch.nn.Identity(),
+        inputs=as_stored, forcing=as_stored, labels=as_stored,
         statics=torch.ones(1, *SHAPES.grid), weights=LossWeights.of(wet), kind="mae",
         leads=leads, num_prognostic=SHAPES.num_prognostic, detach_every=every,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from graticule.memory.offload import Host
 from graticule.memory.plan import Plan, Segment
 from graticule.mesh import Mesh
 from graticule.train.loss import LossWeights
-from graticule.train.objective import Objective
+from graticule.train.objective import Objective, as_stored
 from graticule.train.step import training_step
 from test_memory_profile import NUM_UNITS, SHAPES, config_of, plans_of, whole
 
@@ -42,7 +42,7 @@ def gradients(plan: Plan | None, buffers: int = 2) -> dict[str, Tensor]:
     model = assemble(config, SHAPES, Mesh()).model
     wet = torch.rand(SHAPES.num_predicted, *SHAPES.grid, generator=torch.manual_seed(3)) > 0.2
     objective = Objective(
-        inputs=torch.nn.Identity(), forcing=torch.nn.Identity(), labels=torch.nn.Identity(),
+        inputs=as_stored, forcing=as_stored, labels=as_stored,
         statics=torch.ones(1, *SHAPES.grid), weights=LossWeights.of(wet.numpy()), kind="mae",
         leads=LEADS, num_prognostic=SHAPES.num_prognostic,
     )  # fmt: skip

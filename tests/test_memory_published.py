@@ -42,6 +42,10 @@ class TableVI:
     backward_flops: float = 2.0
 
     @property
+    def lead_wise(self) -> "TableVI":
+        return self
+
+    @property
     def f(self) -> float:
         return 2304 * 4352 * 93 * 2 / self.stripes
 

@@ -128,8 +128,8 @@ def test_a_channel_at_a_time_gives_the_same_bits(tmp_path: Path, packed: bool) -
     normaliser = Normaliser(store, [6, 1, 3], compute(store, np.arange(4)))
     stored = torch.from_numpy(np.stack([store.read_stored(time, [6, 1, 3]) for time in (0, 5)]))
     stored[1, 2, 4, 4] = LAND if packed else torch.nan
-    assert torch.equal(normaliser._by_channel(stored), normaliser(stored))
-    assert not normaliser._by_channel(stored)[1, 2, 4, 4]
+    assert torch.equal(normaliser._by_channel(stored, range(stored.shape[-3])), normaliser(stored))
+    assert not normaliser._by_channel(stored, range(stored.shape[-3]))[1, 2, 4, 4]
 
 
 def test_land_is_zero_even_where_the_mean_is_far_outside_the_packing(tmp_path: Path) -> None:

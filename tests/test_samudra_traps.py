@@ -19,7 +19,7 @@ from graticule.model.norm_gelu import BatchNormGelu
 from graticule.model.pad import ConvPad
 from graticule.model.unet import UNet
 from graticule.train.loss import LossWeights
-from graticule.train.objective import Objective
+from graticule.train.objective import Objective, as_stored
 from graticule.train.step import training_step
 
 # Two channels of two levels and a surface: each its own mask.
@@ -185,7 +185,7 @@ class Batch:
 
 def objective(**settings: Any) -> Objective:
     return Objective(
-        inputs=nn.Identity(), forcing=nn.Identity(), labels=nn.Identity(),
+        inputs=as_stored, forcing=as_stored, labels=as_stored,
         statics=torch.zeros(0, *GRID), weights=LossWeights.of(wet().numpy()), kind="mse",
         leads=LEADS, num_prognostic=CHANNELS, num_outputs=2, **settings,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graticule.train.loss import LossWeights
-from graticule.train.objective import Objective
+from graticule.train.objective import Objective, as_stored
 from graticule.train.optimizer import Average
 from graticule.train.step import LossScale, training_step
 
@@ -53,7 +53,7 @@ class Mixer(nn.Module):
 
 def objective(**settings: Any) -> Objective:
     given = {
-        "inputs": nn.Identity(), "forcing": nn.Identity(), "labels": nn.Identity(),
+        "inputs": as_stored, "forcing": as_stored, "labels": as_stored,
         "statics": torch.zeros(0, 1, 1), "weights": LossWeights.of(np.ones((1, 1, 1), bool)),
         "kind": "mse", "leads": 1, "num_prognostic": 1, **settings,
     }  # fmt: skip
@@ -171,7 +171,7 @@ def test_forcing_of_each_lead_reaches_its_step() -> None:
             return self.a * x.sum(1, keepdim=True)
 
     def one(value: float) -> Tensor:
-        return torch.full((1, 1, 1, 1, 1), value)
+        return torch.full((1, 1, 1, 1, 1), value, dtype=torch.float32)
 
     batch = Batch(one(1), [one(0)] * 3, forcing=[one(10), one(100), one(1000)])
     task = objective(leads=3, kind="mae", statics=torch.full((1, 1, 1), 0.5))

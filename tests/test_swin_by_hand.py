@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from graticule.train.loss import LossWeights
-from graticule.train.objective import Objective
+from graticule.train.objective import Objective, as_stored
 from graticule.train.step import training_step
 from test_swin import field, small
 
@@ -206,7 +206,7 @@ def test_the_gradient_through_three_leads_is_that_of_finite_differences(boundary
     wet[0, :3, :4] = wet[1, -2:] = False
     area = np.linspace(1, 2, grid[0])[:, None] * np.ones(grid)
     objective = Objective(
-        inputs=nn.Identity(), forcing=nn.Identity(), labels=nn.Identity(),
+        inputs=as_stored, forcing=as_stored, labels=as_stored,
         statics=field(grid, 1, seed=5)[0], weights=LossWeights.of(wet, area), kind="mse", leads=3,
         num_prognostic=2,
     )  # fmt: skip

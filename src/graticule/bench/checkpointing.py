@@ -22,7 +22,7 @@ from graticule.memory.trace import trace_memory
 from graticule.mesh import Mesh
 from graticule.recipes import recipe
 from graticule.train.loss import LossWeights
-from graticule.train.objective import Objective
+from graticule.train.objective import Objective, as_stored
 from graticule.train.step import training_step
 
 GRID, LEADS = (32, 128), 2
@@ -75,7 +75,7 @@ def memory_rows(say: Callable[[str], None]) -> list[Row]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     wet = torch.ones(shapes.num_predicted, *shapes.grid, dtype=torch.bool)
     objective = Objective(
-        inputs=nn.Identity(), forcing=nn.Identity(), labels=nn.Identity(),
+        inputs=as_stored, forcing=as_stored, labels=as_stored,
         statics=torch.zeros(0, *shapes.grid), weights=LossWeights.of(wet.numpy()), kind="mse",
         leads=LEADS, num_prognostic=shapes.num_prognostic, num_outputs=shapes.num_outputs,
     )  # fmt: skip

@@ -39,6 +39,7 @@ from graticule.data.statistics import Statistics
 from graticule.data.store import Store
 from graticule.forecast.run import forecast
 from graticule.recipes import recipe
+from graticule.train.objective import as_stored
 from graticule.train.optimizer import make_optimizer
 from graticule.train.step import training_step
 from graticule.train.task import Task
@@ -352,8 +353,7 @@ def _training(laid: Laid, config: Config, say: Callable[[str], None]) -> list[Ro
             batches = iter(Loader(task.source, Order(starts + STATES - 1, None),
                                   range(len(starts)), batch=BATCH, leads=STEPS))  # fmt: skip
         else:
-            plain = torch.nn.Identity()
-            objective = replace(objective, inputs=plain, forcing=plain, labels=plain)
+            objective = replace(objective, inputs=as_stored, forcing=as_stored, labels=as_stored)
             batches = _theirs(laid, way, starts.tolist(), task)
         took, waited = [], []
         for step in range(1, TRAINING_STEPS + 2):

@@ -16,7 +16,7 @@ from graticule.config import Config, SwinConfig, TrainConfig
 from graticule.mesh import Mesh
 from graticule.model.layers import dense
 from graticule.train.loss import LossWeights
-from graticule.train.objective import Objective
+from graticule.train.objective import Objective, as_stored
 from graticule.train.optimizer import make_optimizer
 from graticule.train.step import training_step
 
@@ -121,7 +121,7 @@ def step_of(config: Config, running: Running) -> Callable[[], Any]:
     batch = _Noise(fields[0].contiguous(), fields[1].contiguous(), [0])
     whole = LossWeights.of(torch.ones(CHANNELS, *GRID, dtype=torch.bool).numpy())
     objective = Objective(
-        inputs=torch.nn.Identity(), forcing=torch.nn.Identity(), labels=torch.nn.Identity(),
+        inputs=as_stored, forcing=as_stored, labels=as_stored,
         statics=torch.zeros(0, *GRID)[here],
         weights=LossWeights(whole.cell[here], whole.wet[here], whole.total), kind="mae", leads=1,
         num_prognostic=CHANNELS,

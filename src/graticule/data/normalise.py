@@ -79,39 +79,40 @@ class Normaliser(nn.Module):
         self.register_buffer("std", column(std, torch.float64), persistent=False)
         self._pool = Pool()
 
-    def forward(self, stored: Tensor) -> Tensor:
+    def forward(self, stored: Tensor, channels: slice = slice(None)) -> Tensor:
         """(..., channel, lat, lon) stored numbers to normalised ones, without NaN.
 
+        channels: which of this normaliser's are stored there.
         On a CPU one pass over the memory; the memory of a float32 result is used again once nobody
         holds the result. Elsewhere a channel at a time: besides the result nothing is whole.
         """
+        numbers = range(len(self._centre))[channels]
         if stored.device.type == "cpu":
-            return self._in_blocks(stored).to(self.dtype)
-        return self._by_channel(stored)
+            return self._in_blocks(stored, numbers).to(self.dtype)
+        return self._by_channel(stored, numbers)
 
-    def _by_channel(self, stored: Tensor) -> Tensor:
+    def _by_channel(self, stored: Tensor, numbers: Sequence[int]) -> Tensor:
         """The same numbers, a channel at a time."""
         out = torch.empty(stored.shape, dtype=self.dtype, device=stored.device)
-        for channel in range(stored.shape[-3]):
-            here = stored[..., channel, :, :]
+        for place, channel in enumerate(numbers):
+            here = stored[..., place, :, :]
             present = here != LAND if self.packed else torch.isfinite(here)
             present &= self.wet[channel] & ~self._constant[channel]
             values = here.float() - self._centre[channel]
             values = torch.addcmul(self._rest[channel], values, self._gain[channel])
-            out[..., channel, :, :] = torch.where(present, values, 0.0)
+            out[..., place, :, :] = torch.where(present, values, 0.0)
         return out
 
-    def _in_blocks(self, stored: Tensor) -> Tensor:
+    def _in_blocks(self, stored: Tensor, numbers: Sequence[int]) -> Tensor:
         """The same numbers, a block at a time, each operation in the place of the one before."""
         (values,) = self._pool.take([stored.shape], torch.float32)
-        channels = stored.shape[-3]
         samples, cells = math.prod(stored.shape[:-3]), math.prod(stored.shape[-2:])
-        planes = stored.reshape(samples, channels, cells)
+        planes = stored.reshape(samples, len(numbers), cells)
         out = values.view(planes.shape)
         block = _BLOCK * torch.get_num_threads()
-        for channel in range(channels):
+        for at, channel in enumerate(numbers):
             if self._constant[channel]:
-                out[:, channel] = 0.0
+                out[:, at] = 0.0
                 continue
             # One number each, as a tensor: its broadcast is twice as fast as a Python number.
             centre, rest = self._centre[channel, 0], self._rest[channel, 0]
@@ -120,10 +121,10 @@ class Normaliser(nn.Module):
             for sample in range(samples):
                 for first in range(0, cells, block):
                     part = slice(first, first + block)
-                    numbers, place = planes[sample, channel, part], out[sample, channel, part]
+                    codes, place = planes[sample, at, part], out[sample, at, part]
                     if self.packed:
-                        numbers = place.copy_(numbers) if math.isfinite(land) else numbers
-                    torch.sub(numbers, centre, out=place)
+                        codes = place.copy_(codes) if math.isfinite(land) else codes
+                    torch.sub(codes, centre, out=place)
                     # rest + place x gain in one rounding, as addcmul.
                     torch.add(rest, place, alpha=gain, out=place)
                     if not self.packed:
@@ -131,7 +132,7 @@ class Normaliser(nn.Module):
                     elif math.isfinite(land):
                         torch.threshold_(place, land, 0.0)
                     else:
-                        place.masked_fill_(numbers == LAND, 0.0)
+                        place.masked_fill_(codes == LAND, 0.0)
                     if sea is not None:
                         place.view(torch.int32).bitwise_and_(sea[part])
         return values

@@ -172,8 +172,7 @@ class Chooser:
         """Plans with the least peaks by costs."""
         plans = []
         if self.mode == "best":
-            apart = Search(self.costs, self.rates, offload=self.offload, lead_wise=False)
-            plans = [self._search.least[1], apart.least[1]]
+            plans = [self._search.least[1], self._search.in_graph().least[1]]
         if has_blocks(self.profile.units):
             plans.append(checkpoint_plan(self.costs))
             for template in templates(self.profile.units) if self.offload else ():

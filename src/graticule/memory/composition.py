@@ -65,10 +65,10 @@ class _Held:
 class Composition:
     """Builds a plan's timeline, part after part."""
 
-    def __init__(self, profile: "Profile", plan: Plan | None) -> None:
-        """plan: None: of single segments, from 0 on."""
+    def __init__(self, profile: "Profile", plan: Plan | None, *, wise: bool = False) -> None:
+        """plan: None: of single segments, from 0 on; wise: of a lead-wise step."""
         self.profile, self.plan = profile, plan
-        wise = plan is not None and plan.lead_wise and profile.leads > 1
+        wise = (wise if plan is None else plan.lead_wise) and profile.leads > 1
         recording = profile.lead_wise if wise else profile.keep
         assert recording is not None
         self.recording, self.wise = recording, wise

@@ -9,16 +9,17 @@ A step under a plan reaches exactly the peak of `Profile.timeline`; a test holds
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from graticule.memory.plan import Kind, Segment, SegmentCost, kind_of
+from graticule.memory.plan import Kind, Segment, SegmentCost
 from graticule.memory.profile import Composition, Profile
 from graticule.memory.recording import Recording
 
 
 @dataclass(frozen=True, eq=False)
 class ProfileCosts:
-    """`Costs` of a profile."""
+    """`Costs` of a profile. apart: of the leads of a lead-wise step, each by itself."""
 
     profile: Profile
+    apart: bool = False
     _known: dict[tuple[int, Segment], SegmentCost] = field(default_factory=dict)
 
     @property
@@ -38,9 +39,18 @@ class ProfileCosts:
         return 2.0 * self.forward_flops
 
     @cached_property
+    def _recording(self) -> Recording:
+        wise = self.profile.lead_wise
+        return wise if self.apart and wise else self.profile.keep
+
+    @cached_property
+    def lead_wise(self) -> "ProfileCosts":
+        return ProfileCosts(self.profile, apart=True)
+
+    @cached_property
     def base(self) -> int:
         first = self.profile.keep.units["forward", 1, 0]
-        return first.began - self._state(1, 0)
+        return first.began - sum(self.profile.keep.states[1, 0].values())
 
     @cached_property
     def update_peak(self) -> int:
@@ -58,14 +68,15 @@ class ProfileCosts:
         return self._known[asked]
 
     def loss(self, kind: Kind) -> SegmentCost:
-        recording, lead, num = self.profile.keep, self._lead(kind), len(self.units)
+        recording, lead, num = self._recording, self._lead(kind), len(self.units)
         after = next(p for key, p in recording.gaps.items() if key[:2] == ("forward", lead))
         before = next(p for key, p in recording.gaps.items() if key[2:] == ("backward", lead))
         # Above what the lead keeps: where it is, the state that left its last unit is not.
         level = self._start(lead) + sum(self._kept(lead, unit) for unit in range(num))
         resident = 0
-        if lead < recording.leads:
+        if lead < recording.leads and not self.apart:
             resident = self._start(lead + 1) - level
+        level -= self._beside(lead)
         return SegmentCost(
             resident=resident,
             forward_peak=after.began + after.highest - level,
@@ -83,8 +94,14 @@ class ProfileCosts:
 
     @property
     def lead_wise_base(self) -> int:
-        """What lead k starts with, lead-wise, less k fields: base where there is no such step."""
+        """What lead k starts with, lead-wise, less k fields: that of the lead with the least."""
         return self._ahead[0]
+
+    def _beside(self, lead: int) -> int:
+        """What a lead starts with besides the base and its fields, lead-wise."""
+        if not self.apart or self.profile.lead_wise is None:
+            return 0
+        return self._start(lead) - lead * self.field - self.lead_wise_base
 
     @cached_property
     def _ahead(self) -> tuple[int, int, int]:
@@ -92,46 +109,42 @@ class ProfileCosts:
         wise = self.profile.lead_wise
         if wise is None:
             return self.base, 0, 0
-        num = len(self.units)
-        begins = [wise.units["ahead", lead, 0].began for lead in range(1, wise.leads)]
-        begins.append(wise.units["forward", wise.leads, 0].began)
-        field = begins[-1] - begins[-2]
-        # A lead's own graph as in a step of all leads at once; by then there are the gradients.
-        starts = []
-        for lead in range(1, wise.leads + 1):
-            here = wise.units["backward", lead, num - 1].began
-            alike = self._lead(kind_of(lead, wise.leads))
-            kept = sum(self._kept(alike, unit) for unit in range(num))
-            starts.append(here - self._seam(alike, num) - kept - lead * field)
-        base = max(starts)
+        num, leads = len(self.units), range(1, wise.leads + 1)
+        # What the network said, and whatever else stays of a lead.
+        field = sum(wise.states[1, num].values())
+        if wise.leads > 2:
+            first, second = (wise.units["ahead", lead, 0].began for lead in (1, 2))
+            field = second - first
+        starts = [self.lead_wise._start(lead) - lead * field for lead in leads]
+        base = min(starts)
         peak = 0
-        for lead in range(1, wise.leads):
+        for lead in leads[:-1]:
             parts = [wise.units["ahead", lead, unit] for unit in range(num)]
             parts += [part for key, part in wise.gaps.items() if key[:2] == ("ahead", lead)]
             highest = max(part.began + part.highest for part in parts)
             peak = max(peak, highest - base - lead * field)
         return base, field, peak
 
-    # Levels of the keeping trace.
+    # Levels of the trace that keeps everything.
 
     def _lead(self, kind: Kind) -> int:
         """The recorded lead of a kind."""
-        return {"only": 1, "first": 1, "middle": 2, "last": self.profile.keep.leads}[kind]
+        return {"only": 1, "first": 1, "middle": 2, "last": self._recording.leads}[kind]
 
     def _rollout_lead(self, lead: int) -> int:
         """Of the leads for which a recorded one stands, the first."""
-        return {1: 1, self.profile.keep.leads: self.profile.leads}.get(lead, 2)
+        return {1: 1, self._recording.leads: self.profile.leads}.get(lead, 2)
 
     def _state(self, lead: int, cut: int) -> int:
-        return sum(self.profile.keep.states[lead, cut].values())
+        return sum(self._recording.states[lead, cut].values())
 
     def _start(self, lead: int) -> int:
         """Bytes before a lead, less the state that enters it."""
-        return self.profile.keep.units["forward", lead, 0].began - self._state(lead, 0)
+        return self._recording.units["forward", lead, 0].began - self._state(lead, 0)
 
     def _kept(self, lead: int, unit: int, simple: Recording | None = None) -> int:
         """What a unit keeps; of the model's input, what the rest of the step does not let go."""
-        part = self.profile.keep.units["forward", lead, unit]
+        part = self._recording.units["forward", lead, unit]
         if simple:
             there = simple.lead(self._rollout_lead(lead), self.profile.leads)
             part = simple.units["forward", there, unit]
@@ -140,33 +153,33 @@ class ProfileCosts:
 
     def _let_go(self, lead: int) -> int:
         """Of the model's input: bytes that go after the forward pass."""
-        gaps = self.profile.keep.gaps
+        gaps = self._recording.gaps
         after = next(part for key, part in gaps.items() if key[:2] == ("forward", lead))
-        state = self.profile.keep.states[lead, 0]
+        state = self._recording.states[lead, 0]
         return sum(size for key, size in state.items() if key in after.freed)
 
     def _seam(self, lead: int, cut: int) -> int:
         """Bytes when the gradient of the state at a cut is there, less base, what leads before
         keep, and what units before the cut keep: gradients."""
-        recording, num = self.profile.keep, len(self.units)
+        recording, num = self._recording, len(self.units)
         began = recording.units["backward", lead, cut - 1].began
         return began - self._start(lead) - sum(self._kept(lead, u) for u in range(min(cut, num)))
 
     def _segment(self, lead: int, segment: Segment) -> SegmentCost:
-        keep = self.profile.keep
+        keep = self._recording
         first, last, action = segment.first, segment.last, segment.action
-        kind_lead = self._rollout_lead(lead)
+        kind_lead, above = self._rollout_lead(lead), self._beside(lead)
         if action == "offload":  # the copies are the plan's
             segment = replace(segment, action="recompute")
         state, after = keep.states[lead, first], keep.states[lead, last]
         entered = self._state(lead, first)
 
-        composition = Composition(self.profile, None)
+        composition = Composition(self.profile, None, wise=self.apart)
         composition.forward(kind_lead, segment)
         # The model's input is alive in the whole forward pass.
         beside = self._let_go(lead) if first else 0
-        forward_peak = entered + beside + composition.highest
-        composition = Composition(self.profile, None)
+        forward_peak = above + entered + beside + composition.highest
+        composition = Composition(self.profile, None, wise=self.apart)
         kept = action in ("keep", "simple")
         composition.hold(kind_lead, segment)
         composition.backward(kind_lead, segment)
@@ -176,9 +189,9 @@ class ProfileCosts:
             # The unit before may keep for itself what both of them are given.
             before = keep.states[lead, first - 1] if first else {}
             resident += sum(size for key, size in state.items() if key in before)
-            backward_peak = resident + self._seam(lead, last) + composition.highest
+            backward_peak = above + resident + self._seam(lead, last) + composition.highest
             return SegmentCost(resident, forward_peak, backward_peak)
-        backward_peak = entered + self._seam(lead, last) + composition.highest
+        backward_peak = above + entered + self._seam(lead, last) + composition.highest
         boundary = sum(size for key, size in state.items() if key not in after)
         # What someone else holds does not go when it is offloaded.
         movable = self._let_go(lead) if first == 0 else boundary

@@ -178,6 +178,10 @@ class Costs(Protocol):
         """What each lead keeps between the two passes of a lead-wise step."""
 
     @property
+    def lead_wise(self) -> "Costs":
+        """Of the leads of a lead-wise step, above `lead_wise_base` and the fields."""
+
+    @property
     def lead_wise_base(self) -> int:
         """What lead k of a lead-wise step starts with, less k fields."""
 
@@ -272,7 +276,7 @@ def lead_peaks(costs: Costs, kind: Kind, plan: LeadPlan) -> tuple[list[tuple[int
 def levels(costs: Costs, plan: Plan) -> Iterator[Peak]:
     """The peak of each phase of a step, in the order of time."""
     _check(costs, plan)
-    of_lead = cache(partial(lead_peaks, costs))
+    of_lead = cache(partial(lead_peaks, costs.lead_wise if plan.lead_wise else costs))
     starts, resident = [], costs.base
     for number, lead in enumerate(plan.leads, 1):
         apart = costs.lead_wise_base + number * costs.field

@@ -1,9 +1,9 @@
 """What each unit of a model holds, forward and backward, and any plan's timeline made from that.
 
-A step is traced a few times, with at most four leads: keeping everything, recomputing each unit
-by itself, and lead-wise. In a trace with marks between units, each unit's part of the timeline
-stands by itself: how many bytes come and go from its start on. A plan's step is the same parts in
-another order. With n units,
+A step is traced a few times, with at most three leads: keeping everything, lead-wise, and (forward
+alone) recomputing each unit by itself. In a trace with marks between units, each unit's part of the
+timeline stands by itself: how many bytes come and go from its start on. A plan's step is the same
+parts in another order. With n units,
 
     forward of a kept segment          its units' parts of the keeping trace
     forward of a recomputed segment    its units' parts of the recomputing trace; what enters a unit
@@ -38,8 +38,9 @@ from graticule.memory.trace import GATHERED
 class Profile:
     """What a step holds, part by part, for any plan.
 
-    units: their names. leads: of the rollout. keep: of no more than four leads at once, recompute:
-    of three. lead_wise: of four, lead by lead, keeping; None where leads = 1.
+    units: their names. leads: of the rollout. keep: of no more than three leads at once.
+    recompute: of two, forward alone. lead_wise: of three, lead by lead, keeping; None where
+    leads = 1.
     flops, tail_flops: of each unit's forward; of what comes after its last saved tensor, which is
     not computed again.
     tiled: of three leads, in `tiles` row tiles where units can; simple: of three, with products
@@ -71,14 +72,11 @@ def profile_step(job: Job, leads: int, *, tiles: int = 1, simple: bool = False) 
     """Trace a few steps of a job that has so many leads. tiles: in how many row tiles plans may
     have the units that can; 1: none. simple: whether plans may have that."""
     marks = Marks()
-    # Four, so that one middle lead follows another: what is between two of them is like nothing
-    # else in 16 bit, where the gradient of a field is cast on its way.
-    keep = record(job, min(leads, 4), marks)
-    recompute = record(job, min(leads, 3), Marks(action="recompute"))
+    keep = record(job, min(leads, 3), marks)
     wise = None
     if leads > 1:
         whole = (Segment(0, len(marks.names), "keep"),)
-        num = min(leads, 4)
+        num = min(leads, 3)
         wise = record(job, num, Marks(plan=Plan((whole,) * num, lead_wise=True)))
     tiled, tiled_flops = None, 0.0
     if tiles > 1 and marks.spans:
@@ -87,15 +85,19 @@ def profile_step(job: Job, leads: int, *, tiles: int = 1, simple: bool = False) 
         (span,) = marks.spans.items()
         tiled_flops = rows.span_flops(*span) - marks.span_flops(*span)
     plainly = record(job, min(leads, 3), Marks(action="simple")) if simple else None
+    # Forward passes are all that is asked of it, of the first lead and of another; the last of
+    # all, since a step that is broken off leaves modules in the middle of it.
+    forward = min(leads, 2)
+    recompute = record(job, forward, Marks(action="recompute", stop=forward))
     recordings = [keep, recompute, *(one for one in (wise, tiled, plainly) if one)]
     known = [name for recording in recordings for name in recording.owners]
     owners = tuple(dict.fromkeys([*known, GATHERED, BOUNDARIES, RECOMPUTED]))
-    forward = [marks.forward_flops(unit) for unit in range(len(marks.names))]
+    flops = [marks.forward_flops(unit) for unit in range(len(marks.names))]
     return Profile(
         units=marks.names, leads=leads, owners=owners, keep=keep.ordered(owners),
         recompute=recompute.ordered(owners), lead_wise=wise and wise.ordered(owners),
-        flops=tuple(whole for _, whole in forward),
-        tail_flops=tuple(whole - saved for saved, whole in forward), tiles=tiles if tiled else 1,
+        flops=tuple(whole for _, whole in flops),
+        tail_flops=tuple(whole - saved for saved, whole in flops), tiles=tiles if tiled else 1,
         tiled=tiled and tiled.ordered(owners), spans=marks.spans if tiled else {},
         simple=plainly and plainly.ordered(owners),
         tiled_flops=tiled_flops,

@@ -5,6 +5,7 @@ does nothing else leaves one when the backward pass comes by.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -45,6 +46,10 @@ class FlopTally(TorchDispatchMode):
     """FLOPs so far, by PyTorch's own formulas (`torch.utils.flop_counter`, whose counter would keep
     tensors alive)."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled: a wrapper less around each operation
+
     def __init__(self) -> None:
         super().__init__()
         self.total = 0.0
@@ -59,11 +64,16 @@ class FlopTally(TorchDispatchMode):
         return out
 
 
+class _BrokenOff(Exception):
+    pass
+
+
 @dataclass(eq=False)
 class Marks(Memory):
     """Does the same with each unit by itself, and leaves marks between units.
 
     action: keep, recompute or simple.
+    stop: the lead after whose forward pass the step is broken off; 0: it is not.
     tiles: in how many row tiles units run that can; with 1 as they are.
     states: by (lead, cut): bytes of the storages of the state there, by their number in the trace.
     Of the newest run of a lead. names: of the units. spans: of those that can run in row tiles, by
@@ -73,6 +83,7 @@ class Marks(Memory):
 
     action: Action = "keep"
     tiles: int = 1
+    stop: int = 0
     states: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     spans: dict[int, int] = field(default_factory=dict)
@@ -103,6 +114,8 @@ class Marks(Memory):
             state = _Seam.apply(partial(self._mark, "seam", lead, len(units)), *state)
         self._note(lead, len(units), state)
         self._mark(name, lead, len(units))
+        if lead == self.stop:
+            raise _BrokenOff
         return state
 
     def _mark(self, what: str, lead: int, number: int) -> None:
@@ -172,7 +185,8 @@ Key = tuple[str, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """A trace cut at its marks. states: of `Marks`. gaps: by what comes before and after."""
+    """A trace cut at its marks. states: of `Marks`. gaps: by what comes before and after. order:
+    keys of both, as the parts follow each other."""
 
     owners: tuple[str, ...]
     leads: int
@@ -180,6 +194,7 @@ class Recording:
     units: dict[Key, Part]
     gaps: dict[tuple[str, int, str, int], Part]
     states: dict[tuple[int, int], dict[int, int]]
+    order: tuple[Any, ...]
 
     def gap(self, here: tuple[str, int], there: tuple[str, int]) -> Part:
         """What the step does between these parts; between two leads in the middle, which may not
@@ -220,7 +235,10 @@ class Recording:
         units: dict[Key, Part] = {}
         gaps: dict[tuple[str, int, str, int], Part] = {}
 
-        def part(begin: int, end: int, turn: int = 0) -> Part:
+        order: list[Any] = []
+
+        def part(key: Any, begin: int, end: int, turn: int = 0) -> Part:
+            order.append(key)
             return Part(
                 trace.alive[begin : end + 1] - trace.alive[begin],
                 {key: event - begin for key, event in freed if begin < event <= end},
@@ -236,33 +254,35 @@ class Recording:
                 what = "forward" if kind == "unit" else "ahead"
                 _, lead, cut = name
                 if cut == 0:
-                    gaps[*before, what, lead] = part(begin, event)
+                    gaps[*before, what, lead] = part((*before, what, lead), begin, event)
                 else:
                     last_save = saved.get((lead, unit), 0) if kind == "unit" else 0
-                    units[what, lead, unit] = part(begin, event, last_save)
+                    key = what, lead, unit
+                    units[key] = part(key, begin, event, last_save)
                 begin, before, unit = event, (what, lead), cut
             elif kind == "seam":
                 _, lead, cut = name
                 if cut == num_units:
-                    gaps[*before, "backward", lead] = part(begin, event)
+                    gap = *before, "backward", lead
+                    gaps[gap] = part(gap, begin, event)
                 else:
-                    units["backward", lead, cut] = part(begin, event, used.get((lead, cut), 0))
+                    key = "backward", lead, cut
+                    units[key] = part(key, begin, event, used.get((lead, cut), 0))
                 begin, before, inside = event, ("backward", lead), ("backward", lead, cut)
             elif name == ("backward", False) and inside:
                 # Nobody wants the gradient of the first lead's input: there is no last seam.
                 if inside[2] == 1:
-                    units["backward", inside[1], 0] = part(
-                        begin, event, used.get((inside[1], 0), 0)
-                    )
+                    key = "backward", inside[1], 0
+                    units[key] = part(key, begin, event, used.get((inside[1], 0), 0))
                     begin = event
                 inside = None
-        gaps[*before, "end", 0] = part(begin, len(trace.alive) - 1)
+        gaps[*before, "end", 0] = part((*before, "end", 0), begin, len(trace.alive) - 1)
         leads = max(lead for lead, _ in marks.states)
         states = {
             where: {alias[number]: size for number, size in state.items()}
             for where, state in marks.states.items()
         }
-        return cls(trace.owners, leads, trace.alive[0], units, gaps, states)
+        return cls(trace.owners, leads, trace.alive[0], units, gaps, states, tuple(order))
 
     def lead(self, lead: int, leads: int) -> int:
         """The recorded one that stands for lead 1, 2, ... of a rollout of so many: the first and
@@ -305,7 +325,7 @@ def record(job: Job, leads: int, marks: Marks) -> Recording:
     step = job.step(leads, marks)
 
     def counted() -> None:
-        with marks.tally:
+        with marks.tally, suppress(_BrokenOff):
             step()
 
     _, trace = trace_memory(counted, job.owned)

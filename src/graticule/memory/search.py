@@ -27,6 +27,7 @@ of the paper among them: a larger budget never has a dearer plan.
 
 import math
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -120,14 +121,29 @@ class Search:
     def __post_init__(self) -> None:
         number = self.costs.leads
         self._kinds: list[Kind] = [kind_of(lead, number) for lead in range(1, number + 1)]
-        fronts, self.exact = fronts_of(
-            self.costs, list(dict.fromkeys(self._kinds)), self.device, offload=self.offload
-        )
-        self._of_kind = {kind: _Lead.of(front) for kind, front in fronts.items()}
-        self._leads = [self._of_kind[kind] for kind in self._kinds]
+        self._leads, self.exact = self._leads_of(self.costs)
+        # Lead-wise, each by itself; otherwise not looked at.
+        self._leads_apart = self._leads
+        if self.lead_wise and number > 1 and self.costs.lead_wise is not self.costs:
+            self._leads_apart, exact = self._leads_of(self.costs.lead_wise)
+            self.exact &= exact
         # Of a lead-wise step, above its base: the last lead has no first pass.
         without = self.costs.recompute_lead_peak()
         self._first_pass = (number - 1) * self.costs.field + without if number > 1 else 0
+
+    def in_graph(self) -> "Search":
+        """The same without lead-wise plans."""
+        other = copy(self)
+        other.lead_wise = False
+        other.__dict__.pop("least", None)
+        return other
+
+    def _leads_of(self, costs: Costs) -> tuple[list[_Lead], bool]:
+        """Of all leads, and whether they are exact."""
+        kinds = list(dict.fromkeys(self._kinds))
+        fronts, exact = fronts_of(costs, kinds, self.device, offload=self.offload)
+        of_kind = {kind: _Lead.of(front) for kind, front in fronts.items()}
+        return [of_kind[kind] for kind in self._kinds], exact
 
     def best(self, budget: int) -> Plan:
         """See `best_plan`."""
@@ -170,8 +186,9 @@ class Search:
             yield from self._besides(budget)
 
     def _plan(self, chosen: Sequence[int], lead_wise: bool = False) -> Plan:
+        fronts = self._leads_apart if lead_wise else self._leads
         leads: list[LeadPlan] = [
-            lead.front.plan(number) for lead, number in zip(self._leads, chosen, strict=True)
+            lead.front.plan(number) for lead, number in zip(fronts, chosen, strict=True)
         ]
         return Plan(tuple(leads), lead_wise)
 
@@ -230,7 +247,7 @@ class Search:
             peaks = [self._first_pass]
             peaks += [
                 number * self.costs.field + int(lead.front.peak.min())
-                for number, lead in enumerate(self._leads, 1)
+                for number, lead in enumerate(self._leads_apart, 1)
             ]
             yield self.costs.lead_wise_base + max(peaks)
 
@@ -241,7 +258,7 @@ class Search:
         if room < self._first_pass:
             return None
         chosen = []
-        for number, lead in enumerate(self._leads, 1):
+        for number, lead in enumerate(self._leads_apart, 1):
             fitting = lead.within(room - number * self.costs.field)
             if not fitting:
                 return None

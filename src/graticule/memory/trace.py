@@ -193,6 +193,10 @@ class _Storage:
 
 
 class _Tracker(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled: a wrapper less around each operation
+
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device

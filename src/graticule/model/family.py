@@ -18,7 +18,8 @@ class Model(nn.Module):
     grid: (lat, lon) points of the data. scales: (lat, lon) points of what the modules hold, by how
     many field points one spans; 1 is the field, which `pad` makes of the grid. states: (first,
     last + 1) input channels of the newest state. num_outputs: output times in one step.
-    compute_dtype: of activations.
+    compute_dtype: of activations. adds: whether a prediction is the newest state plus what the
+    network says, or that itself.
     """
 
     grid: tuple[int, int]
@@ -27,6 +28,7 @@ class Model(nn.Module):
     states: tuple[int, int]
     num_outputs: int
     compute_dtype: torch.dtype
+    adds: bool = True
 
     @abstractmethod
     def units(self) -> list[Unit]:

@@ -144,6 +144,8 @@ class UNet(Model):
     most: what GELU's results are limited to; 0: nothing.
     """
 
+    adds = False
+
     def __init__(
         self,
         *,

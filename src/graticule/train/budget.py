@@ -44,14 +44,6 @@ def chooser_of(
     rates: of the device; `cpu` or another one decides which kernels are foreseen.
     rank: None: the heaviest, for whose plan all ranks have room.
     """
-    every = config.train.detach_every
-    if 0 < every < config.train.leads:
-        raise ValueError(
-            f"train.detach_every={every} holds {every} lead{'' if every == 1 else 's'} at a time,"
-            " and plans are of full rollouts:"
-            f" plan it with train.leads={every} instead of {config.train.leads}, or set"
-            " memory.budget= and memory.mode=best to train without a plan"
-        )
     on = "cpu" if rates.name == "cpu" else "cuda"
     stored = torch.int16
     if config.data.store and Path(config.data.store).exists():

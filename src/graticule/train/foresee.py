@@ -7,7 +7,7 @@ decides (`layers.imitating`).
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graticule.assemble import PRECISIONS, Running, Shapes, assemble, build_model
-from graticule.config import Config
+from graticule.config import Config, SwinConfig
 from graticule.memory.apply import Memory
 from graticule.memory.profile import Profile, profile_step
-from graticule.memory.trace import INPUTS, own
+from graticule.memory.repeat import traced_depth, with_blocks
+from graticule.memory.trace import GRADIENTS, INPUTS, own
 from graticule.mesh import Mesh, Stripes
 from graticule.model.layers import imitating
 from graticule.model.swin import Swin
@@ -31,7 +32,7 @@ from graticule.parallel.layouts import Topology, WindowLayout
 from graticule.train.differences import Differences
 from graticule.train.loss import LossWeights, loss_kind
 from graticule.train.members import ensemble_of
-from graticule.train.objective import Objective
+from graticule.train.objective import Decode, Objective, as_stored
 from graticule.train.optimizer import Average, make_optimizer
 from graticule.train.step import Differentiated
 
@@ -59,9 +60,13 @@ published. buffered: so too, but for labels, of which the newest is there to the
 peak is, and left out)."""
 
 
+class _GroupIsOver(Exception):
+    pass
+
+
 @dataclass
 class _Batch:
-    """A sample whose numbers nobody looks at. num_leads: how many it has labels for."""
+    """A sample whose numbers nobody looks at."""
 
     inputs: Tensor
     forcing: list[Tensor]
@@ -73,6 +78,27 @@ class _Batch:
         return range(len(self.inputs))
 
     def lead(self) -> tuple[Tensor, Tensor]:
+        return self.forcing.pop(0), self.labels.pop(0)
+
+
+@dataclass
+class _Later:
+    """A sample's leads from one on at whose states no gradient is handed on: a group in the middle
+    of a rollout, which begins with normalised states that nobody else holds."""
+
+    states: list[Tensor]
+    forcing: list[Tensor]
+    labels: list[Tensor]
+    keys = (0,)
+    init_times = ("traced",)
+
+    @property
+    def inputs(self) -> Tensor:
+        return self.states.pop()
+
+    def lead(self) -> tuple[Tensor, Tensor]:
+        if not self.labels:
+            raise _GroupIsOver
         return self.forcing.pop(0), self.labels.pop(0)
 
 
@@ -103,15 +129,16 @@ class _Decode(nn.Module):
     rest: Tensor
     constant: Tensor
 
-    def __init__(self, channels: int, grid: tuple[int, int], on: str, dtype: torch.dtype) -> None:
+    def __init__(self, wet: Tensor, on: str, dtype: torch.dtype) -> None:
         super().__init__()
         self.on, self.dtype = on, dtype
-        self.register_buffer("wet", torch.ones(channels, *grid, dtype=torch.bool))
+        self.register_buffer("wet", wet)
+        channels = len(wet)
         for name in ("centre", "gain", "rest"):
             self.register_buffer(name, torch.ones(channels, 1, 1))
         self.register_buffer("constant", torch.zeros(channels, 1, 1, dtype=torch.bool))
 
-    def forward(self, stored: Tensor) -> Tensor:
+    def forward(self, stored: Tensor, channels: slice = slice(None)) -> Tensor:
         stored = stored.view(stored.shape)  # read, and so held until here
         if self.on == "cpu":
             return torch.empty(stored.shape, dtype=torch.float32).to(self.dtype)
@@ -168,8 +195,11 @@ def foresee(
     tiles: int = 1,
     simple: bool = False,
 ) -> Profile:
-    """Of a rank's steps. rank: None: the heaviest. on: the kind of device, `cpu` or `cuda`.
-    stored: of the store's numbers. tiles: row tiles that plans may have, where weights allow it.
+    """Of a rank's steps; where no gradient is handed on after some leads (`train.detach_every`), of
+    such a group of leads in the middle of the rollout.
+
+    rank: None: the heaviest. on: the kind of device, `cpu` or `cuda`. stored: of the store's
+    numbers. tiles: row tiles that plans may have, where weights allow it.
     simple: whether plans may have that."""
     if rank is None:
         rank = heaviest_rank(config, shapes, ranks)
@@ -181,11 +211,30 @@ def foresee(
 
     with fake_ranks(rank, ranks):
         mesh = Mesh(mesh_of(config.mesh, ranks))
-        running = assemble(config, shapes, mesh, place=place)
+        fewer = _few_blocks(config)
+        running = assemble(fewer, shapes, mesh, place=place)
         with mode, imitating(on):
-            job = Rehearsal(config, shapes, running, on, data, stored)
+            job = Rehearsal(fewer, shapes, running, on, data, stored)
             tiles = tiles if _whole(config) else 1
-            return profile_step(job, config.train.leads, tiles=tiles, simple=simple)
+            profile = profile_step(job, leads_together(config), tiles=tiles, simple=simple)
+            if isinstance(config.model, SwinConfig):
+                held = [job.held(f"blocks.{number}.") for number in range(fewer.swin.depth)]
+                profile = with_blocks(profile, config.model.depth, held)
+            return profile
+
+
+def _few_blocks(config: Config) -> Config:
+    """With as many blocks as differ."""
+    model = config.model
+    if not isinstance(model, SwinConfig):
+        return config
+    return replace(config, model=replace(model, depth=traced_depth(model.depth)))
+
+
+def leads_together(config: Config) -> int:
+    """Through how many leads a gradient goes: those that a plan is of."""
+    train = config.train
+    return min(train.detach_every or train.leads, train.leads)
 
 
 def _whole(config: Config) -> bool:
@@ -213,6 +262,10 @@ def _place(model: nn.Module) -> None:
                     sharded.reset_sharded_param()
 
 
+def _bytes(tensor: Tensor) -> int:
+    return int(getattr(tensor, "_local_tensor", tensor).untyped_storage().nbytes())
+
+
 class Rehearsal:
     """A rank's training steps, for `profile_step`."""
 
@@ -238,9 +291,11 @@ class Rehearsal:
         for parameter in running.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
-        # A later micro-batch of a step, or member, finds the gradients of those before it.
+        self.detached = leads_together(config) < config.train.leads
+        # A later micro-batch of a step, a later group of leads or another member finds the
+        # gradients of those before it.
         members = config.bayes.members // running.mesh.sizes["member"]
-        self.alone = config.train.accumulation == members == 1
+        self.alone = config.train.accumulation == members == 1 and not self.detached
         if self.alone:
             self.optimizer.zero_grad(set_to_none=True)
         self.average = (
@@ -249,8 +304,12 @@ class Rehearsal:
         wet = torch.ones(shapes.num_predicted, *self.here, dtype=torch.bool)
         dtype = PRECISIONS[config.train.precision].fields
 
-        def decode(channels: int) -> nn.Module:
-            return _Decode(channels, self.here, on, dtype) if data == "stored" else nn.Identity()
+        def decode(channels: int) -> Decode:
+            if data != "stored":
+                return as_stored
+            if channels == shapes.num_predicted:  # one mask of them all, as in a run
+                return _Decode(wet, on, dtype)
+            return _Decode(torch.ones(channels, *self.here, dtype=torch.bool), on, dtype)
 
         alike = not config.train.area_weighted and config.train.denominator != "channel"
         weights = LossWeights(wet if alike else wet.float(), wet, 1.0)
@@ -264,7 +323,6 @@ class Rehearsal:
             leads=config.train.leads,
             num_prognostic=shapes.num_prognostic,
             num_outputs=shapes.num_outputs,
-            detach_every=config.train.detach_every,
             differences=Differences.of(
                 weights,
                 config.train.gradient_loss,
@@ -304,6 +362,24 @@ class Rehearsal:
             owned["average"] = list(self.average.tensors.values())
         return owned
 
+    def held(self, prefix: str) -> dict[str, int]:
+        """Bytes by owner of what belongs to parameters and buffers of such names."""
+        model = self.running.model
+        parameters = {n: p for n, p in model.named_parameters() if n.startswith(prefix)}
+        state = self.optimizer.state
+        tensors: dict[str, list[Any]] = {
+            "parameters": list(parameters.values()),
+            "optimizer": [t for p in parameters.values() for t in state[p].values()],
+            "constants": [b for n, b in model.named_buffers() if n.startswith(prefix)],
+            GRADIENTS: [p.grad for p in parameters.values()],
+        }
+        if self.average:
+            tensors["average"] = [self.average.tensors[name] for name in parameters]
+        return {
+            owner: sum(_bytes(t) for t in found if isinstance(t, Tensor))
+            for owner, found in tensors.items()
+        }
+
     def step(self, leads: int, memory: Memory) -> Callable[[], None]:
         """A whole step of so many leads, without the decisions that numbers make."""
         shapes, running = self.shapes, self.running
@@ -318,7 +394,17 @@ class Rehearsal:
         forcing = [fields(shapes.num_forcings, shapes.num_forcing) for _ in range(leads)]
         label = partial(fields, shapes.num_outputs, shapes.num_predicted)
         batch: Any
-        if self.data == "buffered":
+        objective = replace(self.objective, leads=leads)
+        if self.detached:
+            # The group after it is not run: the states that it would have are there all the same.
+            objective = replace(objective, leads=leads + 1, detach_every=leads)
+            if self.data == "stored":
+                objective = replace(objective, inputs=as_stored)
+            self.fields = [inputs]
+            states = torch.zeros_like(inputs, dtype=objective.statics.dtype)
+            batch = _Later([states], forcing, [label() for _ in range(leads)])
+            del states
+        elif self.data == "buffered":
             self.fields = [inputs]
             batch = _Buffered(inputs, forcing, label)
         else:
@@ -326,7 +412,6 @@ class Rehearsal:
         if self.data == "resident":
             more = range(leads, self.config.train.leads)
             self.fields = [inputs, *batch.labels, *(label() for _ in more)]
-        objective = replace(self.objective, leads=leads)
         ensemble = self.ensemble
         sums = torch.zeros(leads, objective.num_channels, dtype=torch.float64)
         factors = torch.ones(objective.num_channels, dtype=torch.float64)
@@ -335,7 +420,8 @@ class Rehearsal:
             if self.alone:
                 self.optimizer.zero_grad(set_to_none=True)
             given = running.model, objective, factors, memory
-            (ensemble.rollouts(1, *given) if ensemble else Differentiated(*given))(batch, sums)
+            with suppress(_GroupIsOver):
+                (ensemble.rollouts(1, *given) if ensemble else Differentiated(*given))(batch, sums)
             if self.data == "buffered":
                 batch.label = None
             running.shared.reduce(ensemble.pulled(1.0) if ensemble else None)

@@ -12,7 +12,7 @@ part divides by the same W. A channel that is all land has the sum 0 and divides
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -92,6 +92,10 @@ class LossWeights:
         mask = torch.from_numpy(wet)
         return cls(mask if cell is wet else torch.from_numpy(cell), mask, total).to(device)
 
+    def sharing(self, wet: Tensor) -> "LossWeights":
+        """The same with another one's mask, which is equal."""
+        return LossWeights(wet if self.cell is self.wet else self.cell, wet, self.total)
+
     def to(self, device: torch.device | str) -> "LossWeights":
         wet = self.wet.to(device)
         return LossWeights(wet if self.cell is self.wet else self.cell.to(device), wet, self.total)
@@ -112,8 +116,7 @@ def weighted_errors(predicted: Tensor, target: Tensor, weights: LossWeights, kin
     if kind == "published mae":
         difference = error_of(predicted, target, weights.wet)
         return _by_channel(_weighed(difference.abs(), weights.cell)).sum((0, 1))
-    function = _AbsoluteError if kind == "mae" else _SquaredError
-    return function.apply(predicted, target, weights.cell, weights.wet)
+    return _Errors.apply(predicted, target, weights, kind)
 
 
 def error_of(predicted: Tensor, target: Tensor, wet: Tensor) -> Tensor:
@@ -122,6 +125,45 @@ def error_of(predicted: Tensor, target: Tensor, wet: Tensor) -> Tensor:
     wide = torch.promote_types(torch.promote_types(predicted.dtype, target.dtype), torch.float32)
     # Before any arithmetic with a weight: 0 x NaN is NaN.
     return torch.where(wet, predicted.to(wide) - target.to(wide), 0.0)
+
+
+def error_sums(difference: Tensor, cell: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    """((..., channel) float64 weighted sums, what `error_gradients` takes of each value): one byte
+    of an absolute error, its sign; of a squared one the error. `difference` may be overwritten.
+
+    difference: (..., channel, lat, lon), 0 where not wet. cell: (channel, lat, lon).
+    """
+    if kind == "mae":
+        sign = torch.sign(difference).to(torch.int8)
+        return _by_channel(_weighed(difference.abs_(), cell)), sign
+    return _by_channel(_weighed(difference.square(), cell)), difference
+
+
+def kept_dtype(kind: Kind, fields: torch.dtype) -> torch.dtype:
+    """Of what `error_sums` gives for the gradient. fields: of what is compared."""
+    return torch.int8 if kind == "mae" else torch.promote_types(fields, torch.float32)
+
+
+def error_gradients(kept: Tensor, sums: Tensor, cell: Tensor, kind: Kind) -> Tensor:
+    """Of each value, where the channels' sums have the gradients `sums`, of whose dtype it is."""
+    return kept * _gradient_of(sums if kind == "mae" else 2 * sums, cell)
+
+
+def parts(shape: Sequence[int], cut: int = 0) -> Iterator[tuple[int, slice]]:
+    """(sample, channels), so much of (batch, output offset, channel, lat, lon) at a time that what
+    is wide and passes is small beside the fields. cut: no part has channels before and after it."""
+    batch, offsets, channels, rows, columns = shape
+    step = max(1, _PART // max(1, offsets * rows * columns))
+    slices = [
+        slice(first, min(first + step, end))
+        for begin, end in ((0, cut), (cut, channels))
+        for first in range(begin, end, step)
+    ]
+    return few((b, some) for b in range(batch) for some in slices)
+
+
+_PART = 2**22
+"""Values."""
 
 
 def _weighed(values: Tensor, cell: Tensor) -> Tensor:
@@ -141,62 +183,31 @@ def _gradient_of(sums: Tensor, cell: Tensor) -> Tensor:
     return sums if cell.dtype is torch.bool else cell.to(sums.dtype) * sums
 
 
-def _parts(fields: Tensor) -> Iterator[tuple[int, slice]]:
-    """(sample, channels), so much of (batch, output offset, channel, lat, lon) at a time that what
-    is wide and passes is small beside the fields."""
-    batch, offsets, channels, rows, columns = fields.shape
-    step = max(1, _PART // max(1, offsets * rows * columns))
-    starts = range(0, channels, step)
-    return few((b, slice(first, first + step)) for b in range(batch) for first in starts)
-
-
-_PART = 2**22
-"""Values."""
-
-
-class _AbsoluteError(torch.autograd.Function):
-    """Keeps one byte a value for the backward pass, the sign of the error."""
+class _Errors(torch.autograd.Function):
+    """Keeps for the backward pass what `error_gradients` takes."""
 
     @staticmethod
-    def forward(ctx: Any, predicted: Tensor, target: Tensor, cell: Tensor, wet: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, predicted: Tensor, target: Tensor, weights: LossWeights, kind: Kind
+    ) -> Tensor:
+        cell, wet = weights.cell, weights.wet
+        wide = torch.promote_types(predicted.dtype, target.dtype)
+        total = torch.zeros(cell.shape[0], dtype=torch.float64, device=predicted.device)
         learns = ctx.needs_input_grad[0]
-        kept = predicted.shape if learns else (0,)
-        sign = torch.empty(kept, dtype=torch.int8, device=predicted.device)
-        total = torch.zeros(cell.shape[0], dtype=torch.float64, device=predicted.device)
-        for b, some in _parts(predicted):
+        kept = predicted.new_empty(predicted.shape if learns else 0, dtype=kept_dtype(kind, wide))
+        for b, some in parts(predicted.shape):
             difference = error_of(predicted[b, :, some], target[b, :, some], wet[some])
+            sums, here = error_sums(difference, cell[some], kind)
+            total[some] += sums.sum(0)
             if learns:
-                sign[b, :, some] = torch.sign(difference)
-            total[some] += _by_channel(_weighed(difference.abs_(), cell[some])).sum(0)
-        ctx.save_for_backward(sign, cell)
-        ctx.dtype = predicted.dtype
+                kept[b, :, some] = here
+        ctx.save_for_backward(kept, cell)
+        ctx.dtype, ctx.kind = predicted.dtype, kind
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        sign, cell = ctx.saved_tensors
-        wide = torch.promote_types(ctx.dtype, torch.float32)
-        return (sign * _gradient_of(gradient.to(wide), cell)).to(ctx.dtype), None, None, None
-
-
-class _SquaredError(torch.autograd.Function):
-    """Keeps the error for the backward pass, four bytes a value (eight of float64)."""
-
-    @staticmethod
-    def forward(ctx: Any, predicted: Tensor, target: Tensor, cell: Tensor, wet: Tensor) -> Tensor:
-        difference = error_of(predicted, target, wet)
-        total = torch.zeros(cell.shape[0], dtype=torch.float64, device=predicted.device)
-        for b, some in _parts(predicted):
-            square = difference[b, :, some].square()
-            total[some] += _by_channel(_weighed(square, cell[some])).sum(0)
-        ctx.save_for_backward(difference, cell)
-        ctx.dtype = predicted.dtype
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        difference, cell = ctx.saved_tensors
-        twice = _gradient_of(2 * gradient.to(difference.dtype), cell)
-        return (difference * twice).to(ctx.dtype), None, None, None
+        kept, cell = ctx.saved_tensors
+        wide = torch.promote_types(torch.promote_types(ctx.dtype, kept.dtype), torch.float32)
+        return error_gradients(kept, gradient.to(wide), cell, ctx.kind).to(ctx.dtype), *[None] * 3

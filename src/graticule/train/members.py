@@ -14,12 +14,13 @@ for each item and lead anew.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from graticule.config import Config
-from graticule.forecast.rollout import at_sea
+from graticule.forecast.rollout import next_states
 from graticule.keyed import keyed
 from graticule.memory.apply import Memory
 from graticule.memory.trace import span
@@ -159,13 +160,16 @@ class Member(Differentiated):
         """(predicted, stored labels) of leads 1, 2, ..., without a graph."""
         objective = self.objective
         states = objective.inputs(objective.on_device(batch.inputs))
-        for lead in range(1, objective.leads + 1):
-            forcing, labels = self._data(batch)
-            output = self._say(lead, self._input(states, forcing))
-            predicted = at_sea(output, objective.weights.wet)
-            del output
-            yield predicted, labels
-            states = self._fed_back(states, predicted)
+        for group in objective.groups:
+            for lead in group:
+                forcing, labels = self._data(batch)
+                given = self._states(states)
+                predicted = given.after_saying(
+                    self.model, states, self._say(lead, group, given, forcing)
+                )
+                del given
+                yield predicted, labels
+                states = next_states(states, predicted, objective.num_prognostic)
 
     @torch.no_grad()
     def listen(self, batch: MicroBatch) -> None:
@@ -178,19 +182,20 @@ class Member(Differentiated):
         """Of leads 1, 2, ..., once all members are heard."""
         self._settle(range(1, leads + 1), sums)
 
-    def _say(self, lead: int, x: Tensor, *, added: bool = True) -> Tensor:
-        say = partial(
-            self.model, draw=replace(self.draw, lead=lead), **({} if added else {"added": False})
-        )
-        run = self.memory.runner(lead)
+    def _compute(self, lead: int, x: Tensor, run: Sequence[Any]) -> Tensor:
+        draw = replace(self.draw, lead=lead)
+        say = partial(self.model, added=False, draw=draw)
         if self.roll_seed is None:
             return say(x, *run)
         columns = x.shape[-1]
         by = [
-            int(keyed(self.roll_seed, "roll", item, self.draw.member).integers(columns))
-            for item in self.draw.items
+            int(keyed(self.roll_seed, "roll", item, draw.member).integers(columns))
+            for item in draw.items
         ]
-        return _turned(say(_turned(x, by), *run), [-columns_ for columns_ in by])
+        return _turned(say(_turned(x, by), *run), [-shift for shift in by])
+
+    def _error_of(self, lead: int) -> Callable[[Tensor, Tensor], Tensor]:
+        return partial(self._error, lead)
 
     def _error(self, lead: int, predicted: Tensor, labels: Tensor) -> Tensor:
         objective = self.objective

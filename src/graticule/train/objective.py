@@ -1,6 +1,6 @@
 """What is minimised: the errors of a rollout's leads, over a global weight (`loss.py`)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,20 +26,32 @@ class MicroBatch(Protocol):
         """Of the samples, for messages."""
 
 
+class Decode(Protocol):
+    """Stored numbers to normalised ones (`Normaliser`)."""
+
+    def __call__(self, stored: Tensor, channels: slice = ..., /) -> Tensor:
+        """(..., channel, lat, lon), some of the channels it is for."""
+
+
+def as_stored(stored: Tensor, channels: slice = slice(None)) -> Tensor:
+    """For fields that are normalised already."""
+    return stored
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Objective:
     """What is minimised: the errors of a rollout's leads. Training and validation share it.
 
-    inputs, forcing, labels: stored numbers on the device to normalised ones (`Normaliser`).
+    inputs, forcing, labels: of stored numbers on the device.
     statics: (channel, lat, lon) on the device that computes.
     num_outputs: output offsets of a model step.
     detach_every: after how many leads the gradient is not handed on; 0: it is through all of them.
     differences: of the gradient loss, where there is one.
     """
 
-    inputs: Callable[[Tensor], Tensor]
-    forcing: Callable[[Tensor], Tensor]
-    labels: Callable[[Tensor], Tensor]
+    inputs: Decode
+    forcing: Decode
+    labels: Decode
     statics: Tensor
     weights: LossWeights
     kind: Kind

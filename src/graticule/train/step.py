@@ -17,21 +17,21 @@ costs microseconds, and a step has a few for each lead.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from graticule.forecast.rollout import at_sea, model_input, next_states
 from graticule.memory.apply import Memory
 from graticule.memory.trace import span
 from graticule.mesh import Mesh
+from graticule.model.family import Model
 from graticule.parallel.data import SharedWeights
 from graticule.train.dynamic_scale import DynamicScale
+from graticule.train.ending import Ending, States, ending, given
 from graticule.train.objective import MicroBatch, Objective
 from graticule.train.optimizer import Average
 from graticule.train.prior import SUMS, summary
@@ -186,39 +186,20 @@ def training_step(
 
 @dataclass(frozen=True, eq=False)
 class _Lead:
-    """A lead that waits for its backward pass: where that starts, and where it ends.
+    """A lead that waits for its backward pass. ending: where that starts. given: where the gradient
+    of what the network was given will be; None: nobody wants it."""
 
-    given: where the gradient of the states that it was given will be, the earlier lead's.
-    """
-
-    error: GradientEdge
-    states: GradientEdge | None
-    given: list[Tensor]
-
-
-class _Given(torch.autograd.Function):
-    """States that a lead is given. Their gradient goes to a list: a leaf, which has its own, would
-    hold the states until then, also where the lead needs them no more or has them on the host."""
-
-    @staticmethod
-    def forward(ctx: Any, wanted: Tensor, states: Tensor, gradient: list[Tensor]) -> Tensor:
-        ctx.gradient = gradient
-        return states.view_as(states)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.gradient.append(gradient)
-        return None, None, None
+    ending: Ending
+    given: list[Tensor] | None
 
 
 @dataclass(frozen=True, eq=False)
 class Differentiated:
     """Takes the gradient of a micro-batch's rollout.
 
-    model: with a plan it takes a runner besides its input, and lead-wise it has `add` (`Swin`).
+    model: with a plan, one of ours (`Model`), which takes a runner.
     factors: (channel,) float64, of each channel's sum of errors.
-    memory: whose plan is of as many leads as the objective has, or of more.
+    memory: whose plan is of as many leads as a group of the objective's has, or of more.
     """
 
     model: Any
@@ -237,12 +218,23 @@ class Differentiated:
     def _together(self, batch: MicroBatch, sums: Tensor) -> None:
         """Forward through the leads of a group, then back."""
         objective = self.objective
-        states = objective.inputs(objective.on_device(batch.inputs))
+        first: Tensor | None = objective.inputs(objective.on_device(batch.inputs))
+        assert first is not None
+        # The first lead's states belong to the caller, who may want their gradient himself.
+        asked = first if first.requires_grad else None
+        states, first = self._states(first.detach()), None
         waiting: list[_Lead] = []
         for leads in objective.groups:
             for lead in leads:
-                done, states = self._forward(lead, leads, states, *self._data(batch), sums)
+                learns = lead > leads[0] or (lead == 1 and asked is not None)
+                done = self._forward(
+                    lead, leads, states, *self._data(batch), sums,
+                    learns=learns, after=lead < objective.leads, fed=lead < leads[-1],
+                )  # fmt: skip
                 waiting.append(done)
+                if done.ending.after is not None:
+                    states = self._states(done.ending.after)
+                    done.ending.after = None
                 del done  # `waiting` alone holds it: it goes when it is differentiated
             self._settle(leads, sums)
             if leads[-1] == objective.leads:
@@ -250,53 +242,51 @@ class Differentiated:
             gradient = None
             while waiting:
                 gradient = self._back(waiting.pop(), gradient)
+            if asked is not None and leads[0] == 1:
+                torch.autograd.backward([asked], [gradient])
 
     def _lead_wise(self, batch: MicroBatch, sums: Tensor) -> None:
         """Forward without a graph; then each lead of a group again, from the last, and back."""
-        objective, model = self.objective, self.model
-        stored = objective.on_device(batch.inputs)
-        after: Tensor | None = None  # the group before, where there is one
+        objective = self.objective
+        start = self._states(objective.on_device(batch.inputs), stored=True)
         for leads in objective.groups:
             data = []
             said: list[Tensor] = []
-            states = objective.inputs(stored) if after is None else after
             with torch.no_grad():
+                running = start.whole() if len(leads) > 1 else start
                 for lead in leads[:-1]:
                     data.append(self._data(batch))
                     with span(f"forward lead {lead}"):
-                        x = self._input(states, data[-1][0])
-                        said.append(self._say(lead, x, added=False))
-                        states = self._after(states, model.add(x, said[-1]))
-                        del x
-            last, end = self._forward(leads[-1], leads, states, *self._data(batch), sums)
-            self._settle(leads, sums)
-            del states
-            if leads[-1] == objective.leads:
-                del end
-            gradient = self._back(last, None)
-            del last
-            for lead in reversed(leads[:-1]):
-                said.pop()
-                with torch.no_grad(), span("forward again"):
-                    states = objective.inputs(stored) if after is None else after
-                    for (forcing, _labels), change in zip(data, said, strict=False):
-                        x = model.add(self._input(states, forcing), change)
-                        states = self._after(states, x)
-                        del x
-                again = self._forward(lead, leads, states, *data.pop(), sums)[0]
+                        said.append(self._say(lead, leads, running, data[-1][0]))
+                        running.go_on(said[-1])
+                del running
+            data.append(self._data(batch))
+            gradient = after = None
+            for lead in reversed(leads):
+                learns, more = lead > leads[0], lead == leads[-1] < objective.leads
+                states = replace(start, said=tuple(said[: lead - leads[0]]))
+                del said[lead - leads[0] :]
+                done = self._forward(
+                    lead, leads, states, *data.pop(), sums,
+                    learns=learns, after=more, fed=lead < leads[-1],
+                )  # fmt: skip
                 del states
-                gradient = self._back(again, gradient)
-                del again
-            if leads[-1] < objective.leads:
-                after = end
+                if more:
+                    after, done.ending.after = done.ending.after, None
+                gradient = self._back(done, gradient)
+                del done
+            if after is not None:
+                start = self._states(after)
 
-    def _say(self, lead: int, x: Tensor, *, added: bool = True) -> Tensor:
-        """What the model makes of an input; without `added`, what its `add` takes."""
-        return self.model(x, *self.memory.runner(lead), **({} if added else {"added": False}))
+    def _states(self, first: Tensor, *, stored: bool = False) -> States:
+        model = self.model
+        adds = isinstance(model, Model) and model.adds and model.states[0] < model.states[1]
+        return States(self.objective, adds, first, stored)
 
-    def _error(self, lead: int, predicted: Tensor, labels: Tensor) -> Tensor:
-        """(channel,) float64, whose gradient is taken."""
-        return self.objective.error(predicted, labels)
+    def _error_of(self, lead: int) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """Of a lead's prediction and stored labels, (channel,) float64, whose gradient is taken;
+        None: the objective's."""
+        return None
 
     def _settle(self, leads: range, sums: Tensor) -> None:
         """Between the forward passes of a group of leads and its backward passes."""
@@ -306,55 +296,58 @@ class Differentiated:
         with span("data wait"):
             return batch.lead()
 
-    def _input(self, states: Tensor, forcing: Tensor) -> Tensor:
-        objective = self.objective
-        given = objective.forcing(objective.on_device(forcing))
-        return model_input(states, given, objective.statics)
+    def _say(
+        self,
+        lead: int,
+        group: range,
+        states: States,
+        forcing: Tensor,
+        gradient: list[Tensor] | None = None,
+    ) -> Tensor:
+        """What the network says in a lead. group: the leads of its own. gradient: where that of
+        what it is given will go."""
+        objective, model = self.objective, self.model
+        forcing = objective.forcing(objective.on_device(forcing))
+        x = states.input(forcing, model.compute_dtype if isinstance(model, Model) else None)
+        del forcing
+        if gradient is not None:
+            x = given(x, gradient)
+        return self._compute(lead, x, self.memory.runner(lead - group[0] + 1))
 
-    def _after(self, states: Tensor, output: Tensor) -> Tensor:
-        return self._fed_back(states, at_sea(output, self.objective.weights.wet))
-
-    def _fed_back(self, states: Tensor, predicted: Tensor) -> Tensor:
-        return next_states(states, predicted, self.objective.num_prognostic)
+    def _compute(self, lead: int, x: Tensor, run: Sequence[Any]) -> Tensor:
+        """What the network says of its input. run: what calls its units, if not itself."""
+        model = self.model
+        return model(x, *run, added=False) if isinstance(model, Model) else model(x)
 
     def _forward(
         self,
         lead: int,
         group: range,
-        states: Tensor,
+        states: States,
         forcing: Tensor,
         labels: Tensor,
         sums: Tensor,
-    ) -> tuple[_Lead, Tensor]:
-        """A lead with its graph; the states after it, without. group: the leads of its own, from
-        the last of which no gradient is handed on, nor to the first."""
-        objective = self.objective
+        *,
+        learns: bool,
+        after: bool,
+        fed: bool,
+    ) -> _Lead:
+        """A lead with its graph; see `ending`. group: the leads of its own."""
         with span(f"forward lead {lead}"):
-            # The first lead's belong to the caller, who may want their gradient himself.
-            given, gradient = states, list[Tensor]()
-            if lead > 1:
-                given = states.detach()
-                if lead > group[0]:
-                    wanted = states.new_empty(0).requires_grad_()
-                    given = _Given.apply(wanted, given, gradient)
-            output = self._say(lead, self._input(given, forcing))
-            predicted = at_sea(output, objective.weights.wet)
-            del output
-            error = self._error(lead, predicted, labels)
-            sums[lead - 1] += error.detach()
-            states = self._fed_back(given, predicted)
-            edge = None if lead == group[-1] else get_gradient_edge(states)
-        return _Lead(get_gradient_edge(error), edge, gradient), states.detach()
+            gradient = list[Tensor]() if learns else None
+            say = partial(self._say, lead, group, states, forcing, gradient)
+            done = ending(
+                self.model, states, say, labels, after=after, fed=fed, learns=learns,
+                error=self._error_of(lead),
+            )  # fmt: skip
+            sums[lead - 1] += done.errors
+        return _Lead(done, gradient)
 
     def _back(self, lead: _Lead, gradient: Tensor | None) -> Tensor | None:
-        """The gradient of what the lead was given; `gradient`: of what it fed back."""
+        """The gradient of the states that the lead was given; `gradient`: of those after it."""
         with span("backward"):
-            roots, gradients = [lead.error], [self.factors]
-            if gradient is not None and lead.states is not None:
-                roots.append(lead.states)
-                gradients.append(gradient)
-            torch.autograd.backward(roots, gradients)
-        return lead.given.pop() if lead.given else None
+            torch.autograd.backward(*lead.ending.roots(self.factors, gradient))
+            return lead.ending.handed_on(lead.given.pop()) if lead.given else None
 
 
 def _ranged(items: Iterable[T], names: Iterable[str]) -> Iterator[T]:

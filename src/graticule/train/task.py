@@ -84,6 +84,10 @@ class Task:
         def normaliser(channels: Sequence[int]) -> Normaliser:
             return Normaliser(store, channels, statistics, dtype=dtype, **here).to(device)
 
+        # Masks are large: what is predicted, compared and given has the same one.
+        labels = normaliser(source.predicted)
+        same = source.prognostic == source.predicted
+
         area = store.grid.cell_area if settings.area_weighted else None
         weights = LossWeights.of(
             store.wet_part(source.predicted, rows, columns),
@@ -92,11 +96,11 @@ class Task:
             denominator=settings.denominator,
             link=Link(mesh.group(*SAMPLE)),
             device=device,
-        )
+        ).sharing(labels.wet)
         objective = Objective(
-            inputs=normaliser(source.prognostic),
+            inputs=labels if same else normaliser(source.prognostic),
             forcing=normaliser(source.forcing),
-            labels=normaliser(source.predicted),
+            labels=labels,
             statics=normalised_statics(store, statics, statistics, **here).to(device, dtype),
             weights=weights,
             kind=loss_kind(settings),

@@ -20,7 +20,7 @@ from graticule.parallel.data import local
 from graticule.parallel.launch import mesh_of, ranks_of
 from graticule.train.loss import LossWeights
 from graticule.train.members import Ensemble, ensemble_of
-from graticule.train.objective import Objective
+from graticule.train.objective import Objective, as_stored
 from graticule.train.step import training_step
 
 STEPS, BATCH = 3, 2
@@ -263,9 +263,9 @@ def _objective(config: Config, shapes: Shapes, stripes: Stripes, dtype: torch.dt
     whole = LossWeights.of(wet, area if config.train.area_weighted else None)
     here = (..., stripes.rows, stripes.columns)
     return Objective(
-        inputs=nn.Identity(),
-        forcing=nn.Identity(),
-        labels=nn.Identity(),
+        inputs=as_stored,
+        forcing=as_stored,
+        labels=as_stored,
         statics=torch.from_numpy(statics[here]).to(dtype),
         weights=LossWeights(whole.cell[here], whole.wet[here], whole.total),
         kind=config.train.loss,
