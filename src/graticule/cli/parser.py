@@ -98,6 +98,8 @@ def build_parser() -> Parser:
     )  # fmt: skip
     ocean.add_argument("--out", default="data/ocean.zarr", help="the store; never overwritten")
     ocean.add_argument("--years", type=int, default=10, help="of 73 five-day steps")
+    ocean.add_argument("--test-years", type=int, default=1, metavar="N",
+                       help="of them, the last, for long forecasts (default 1)")  # fmt: skip
     ocean.add_argument("--calendar", choices=("noleap", "julian"), default="noleap",
                        help="julian: one six-day step in leap years")  # fmt: skip
     ocean.add_argument("--lat", type=int, default=48)

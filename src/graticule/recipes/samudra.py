@@ -101,7 +101,8 @@ def samudra_mini() -> Config:
 
 def samudra_ocean() -> Config:
     """A small Samudra of the generated ocean, given the heat and fresh water of both steps that it
-    takes. Grid, channels, statics, masks and splits are the store's."""
+    takes, trained as the large one is: one lead, then four. Grid, channels, statics, masks and
+    splits are the store's. `graticule bench ocean-skill` says how good its forecasts are."""
     base = ocean()
     return replace(
         base,
@@ -110,5 +111,16 @@ def samudra_ocean() -> Config:
             base.data, input_offsets=(-1, 0), output_offsets=(1, 2), forcing_offsets=(0, 1)
         ),
         model=UNetConfig(widths=(32, 48, 64), dilations=(1, 2, 4, 4, 4, 2, 2)),
-        train=replace(base.train, loss="mse", weight_decay=0.0),
+        train=replace(
+            base.train,
+            loss="mse",
+            steps=700,
+            batch=8,
+            leads=4,
+            leads_from=((1, 1), (501, 4)),
+            learning_rate=6e-4,
+            final_learning_rate=1e-5,
+            weight_decay=0.0,
+            ema_decay=0.99,
+        ),
     )
