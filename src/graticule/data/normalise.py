@@ -109,6 +109,9 @@ class Normaliser(nn.Module):
         planes = stored.reshape(samples, channels, cells)
         out = values.view(planes.shape)
         block = _BLOCK * torch.get_num_threads()
+        if 2 * cells <= block:
+            self._together(planes, out, block // max(cells, 1))
+            return values
         for channel in range(channels):
             if self._constant[channel]:
                 out[:, channel] = 0.0
@@ -135,6 +138,38 @@ class Normaliser(nn.Module):
                     if sea is not None:
                         place.view(torch.int32).bitwise_and_(sea[part])
         return values
+
+    def _together(self, planes: Tensor, out: Tensor, num_planes: int) -> None:
+        """The same numbers, so many planes a block: a small plane by itself costs more for calling
+        an operation than for what it does.
+
+        planes, out: (sample, channel, cell).
+        """
+        samples, channels, _ = planes.shape
+        wide = min(num_planes, channels) or 1
+        deep = max(num_planes // wide, 1)
+        gains, rests, seas = self._by_cell
+        for first in range(0, channels, wide):
+            part = slice(first, first + wide)
+            for top in range(0, samples, deep):
+                numbers, place = planes[top : top + deep, part], out[top : top + deep, part]
+                torch.sub(numbers, self._centre[part, :, 0], out=place)
+                torch.addcmul(rests[part], place, gains[part], out=place)
+                bits = place.view(torch.int32)
+                if self.packed:
+                    bits.bitwise_and_((numbers != LAND).to(torch.int32).neg_())
+                else:
+                    place.nan_to_num_(0.0, 0.0, 0.0)
+                bits.bitwise_and_(seas[part])
+
+    @cached_property
+    def _by_cell(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(channel, cell) gain and rest, and int32 with all bits set at sea, none where a channel
+        is constant. Of two columns to broadcast addcmul takes 2.5 times as long, and a mask of
+        bools takes 15 times as long as bits."""
+        there = self.wet.flatten(1) & ~self._constant[..., 0]
+        gain, rest = (c[..., 0].expand(there.shape).contiguous() for c in (self._gain, self._rest))
+        return gain, rest, -there.to(torch.int32)
 
     @cached_property
     def _sea(self) -> list[Tensor | None]:
