@@ -325,6 +325,8 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.rest = BatchNormGelu(1, 0.0), Overflows()
+        nn.init.ones_(self.norm.weight)
+        nn.init.zeros_(self.norm.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rest(self.norm(x))
