@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from graticule.bench import Row, Setting, checkpointing, run, samudra
+from graticule.bench.samudra.size import Size
 from graticule.data.basin import Ocean
 from graticule.recipes import recipe
 
@@ -23,18 +24,19 @@ ROWS = [
 NOT_HERE = ["pinned memory", "copies beside kernels", "4 days to 4 hours", "4,800 years a day"]
 
 
+TINY = Size(
+    basin=Ocean(num_lat=24, num_lon=48, num_years=3, spin_up_years=0, dt_seconds=86400),
+    repeats=1, samples=2, slow_samples=1, steps=1, batch=1, training_steps=1, workers=0, leads=3,
+)  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     out = tmp_path_factory.mktemp("bench")
     mini = recipe("samudra-mini")
     mini = replace(mini, train=replace(mini.train, batch=1, leads_from=()))
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            "BASIN": Ocean(num_lat=24, num_lon=48, num_years=3, spin_up_years=0, dt_seconds=86400),
-            "REPEATS": 1, "SAMPLES": 2, "SLOW_SAMPLES": 1, "STEPS": 1, "BATCH": 1,
-            "TRAINING_STEPS": 1, "WORKERS": 0, "LEADS": 3,
-        }.items():  # fmt: skip
-            patch.setattr(samudra, name, value)
+        patch.setattr(samudra, "SIZE", TINY)
         patch.setattr(checkpointing, "workload", lambda: mini)
         patch.setattr(checkpointing, "REPEATS", 1)
         result = json.loads(json.dumps(run("samudra", Setting(out=out))))

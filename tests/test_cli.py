@@ -213,6 +213,63 @@ def test_a_budget_that_cannot_be_met_is_refused_with_json_or_without(
     assert found["peak_gib"] == found["least_budget_gib"] > found["budget_gib"]
 
 
+UNET = ("samudra-mini", "--set", "model.widths=4,6", "--set", "model.dilations=1,2,2,2,2", "--set",
+        "train.leads=1", "--set", "data.grid=16,32")  # fmt: skip
+
+
+def test_each_number_of_devices_is_told_a_layout_and_what_it_holds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    capsys.readouterr()
+    one = ("--set", "train.batch=1", "--mode", "none")
+    assert main(["plan", *UNET, *one, "--json", "--devices", "1,2"]) == 0
+    alone, two = json.loads(capsys.readouterr().out)["rows"]
+    assert (alone["devices"], alone["layout"]) == (1, "alone")
+    assert (two["devices"], two["layout"]) == (2, "window=2"), "of one sample they share the field"
+    assert two["peak_gib"] < alone["peak_gib"]
+    single = ["plan", *UNET, *one, "--ranks", "2", "--set", "mesh.window=2"]
+    assert main([*single, "--json"]) == 0
+    named = json.loads(capsys.readouterr().out)
+    assert named["offload_gib"] == {"boundaries": 0}, "a U-Net has no Transformer"
+    for key in ("peak_gib", "extra_compute"):
+        assert two[key] == named[key]
+    assert two["least_gib"] == named["least_budget_gib"]
+    # What does not fit says what it needs.
+    assert main(["plan", *UNET, *one, "--devices", "1", "--budget", "10KiB"]) == 0
+    text = capsys.readouterr().out
+    assert "none fits" in text
+    assert f"{alone['least_gib'] * 1024:.2f} MiB" in text
+
+
+def test_of_layouts_the_one_that_fits_and_recomputes_and_exchanges_least_is_taken() -> None:
+    from graticule.cli.plan import worth
+
+    def row(least: float, seconds: float | None, data: int) -> dict[str, Any]:
+        feasible = seconds is not None
+        return {"feasible": feasible, "least_gib": least, "extra_seconds": seconds,
+                "mesh": {"data": data}}  # fmt: skip
+
+    rows = [row(9, None, 1), row(8, None, 2), row(7, 0.2, 1), row(6, 0.1, 1), row(6, 0.1, 2)]
+    assert min(rows, key=worth) is rows[4]
+    assert min(rows[:4], key=worth) is rows[3]
+    assert min(rows[:2], key=worth) is rows[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--devices", "1", "--ranks", "2"], "--ranks says one: leave one away"),
+        (["--devices", "1", "--out", "plans"], "write nothing: leave --out away"),
+        (["--devices", "3", "--set", "mesh.tensor=2"], "2 ranks share each"),
+        (["--devices", "1,zero"], "write numbers, such as 1,2,4,8"),
+    ],
+)
+def test_devices_that_make_no_table_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(["plan", *UNET, *arguments], capsys)
+
+
 @pytest.mark.slow
 def test_the_widest_model_fits_and_a_wider_one_does_not(
     capsys: pytest.CaptureFixture[str],
@@ -266,7 +323,7 @@ def test_a_training_that_cannot_keep_to_its_budget_never_starts(
     command = ["train", "demo", "--out", str(out), *sets(f"data.store={store.path}")]
     told = refused([*command, "--budget", "10KiB"], capsys)
     assert "cannot be met" in told
-    assert list(out.iterdir()) == []
+    assert not out.exists()
     assert "write a size above 0" in refused([*command, "--budget", "tiny"], capsys)
 
 

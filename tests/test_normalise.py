@@ -103,7 +103,7 @@ def test_no_channels_are_no_planes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("block", [1, 7, 16, 128, 65536])
+@pytest.mark.parametrize("block", [1, 7, 16, 128, 300, 2000, 65536])
 def test_blocks_are_the_plain_expression_bit_for_bit(
     tmp_path: Path, packed: bool, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

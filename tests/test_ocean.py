@@ -345,6 +345,16 @@ def test_the_season_comes_back_every_year_and_hemispheres_are_opposed() -> None:
     assert not ocean.season_of(TINY, "wfo").any()
 
 
+def test_the_last_years_test_as_many_as_are_wanted_and_the_fields_do_not_change() -> None:
+    settings = replace(TINY, num_years=8, test_years=3)
+    assert basin.splits(settings) == {
+        "train": ["2001/2004"], "validation": ["2005"], "test": ["2006/2008"],
+    }  # fmt: skip
+    assert basin.splits(replace(settings, test_years=1))["test"] == ["2008"]
+    first, _ = simulate_year(settings, "zos", 0)
+    np.testing.assert_array_equal(first, simulate_year(TINY, "zos", 0)[0])
+
+
 # What is lost without the forcing
 
 
@@ -506,6 +516,8 @@ def test_a_killed_process_leaves_nothing_that_passes_for_a_store(tmp_path: Path)
     [
         ({"num_lat": 8}, "needs at least 12 latitudes and 24 longitudes"),
         ({"num_years": 2}, "num_years=2 cannot be split"),
+        ({"num_years": 7, "test_years": 6}, "and test_years=6; take num_years=8 or more"),
+        ({"test_years": 0}, "and test_years=0; take num_years=3"),
         ({"dt_seconds": 50000.0}, r"does not divide a day \(86400 s\); take 43200"),
         ({"dt_seconds": 0.0}, r"dt_seconds=0 does not divide a day"),
         ({"max_speed": -1.0}, "max_speed=-1.0 must not be negative"),

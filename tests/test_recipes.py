@@ -76,6 +76,22 @@ def test_samudra_takes_two_states_and_gives_two() -> None:
     assert full.prognostic[-2:] == ("so@6000", "zos")
 
 
+def test_samudra_is_trained_as_its_authors_presets_say() -> None:
+    published = {"learning_rate": 6e-4, "final_learning_rate": 0.0, "weight_decay": 0.0,
+                 "clip_norm": 1.0, "ema_decay": 0.999, "warmup_steps": 0, "loss": "mse",
+                 "denominator": "cells", "area_weighted": False, "leads": 4, "detach_every": 0,
+                 "steps": 6160, "schedule": "cosine"}  # fmt: skip
+    for name in OF_SAMUDRA[:3]:
+        train = recipe(name).train
+        assert {key: getattr(train, key) for key in published} == published, name
+        # 2,820 windows of the training years are 88 steps of 32 samples.
+        assert train.batch * train.accumulation == 32
+    assert recipe("samudra").train.leads_from == ((1, 1), (20 * 88 + 1, 4))
+    assert recipe("samudra").train.dynamic_scale_limit == 20
+    assert recipe("samudra-1").train.dynamic_scale == "none"
+    assert recipe("samudra-quarter-degree").train.precision == "bf16"
+
+
 def test_fine_tuning_continues_the_demo() -> None:
     first, second = recipe("demo"), recipe("demo-finetune")
     assert second.model == first.model

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from graticule.model.norm_gelu import BatchNormGelu
 from graticule.train.loss import LossWeights
 from graticule.train.objective import Objective, as_stored
 from graticule.train.optimizer import Average
@@ -316,6 +317,61 @@ def test_a_float16_overflow_skips_the_step_and_halves_the_scale() -> None:
     assert applied == [False, False, True, True, False, True]
     assert scales == [32.0, 16.0, 16.0, 32.0, 16.0, 16.0]
     assert values == [1.0, 1.0, 0.9, 0.8, 0.8, 0.7]
+
+
+class Normed(nn.Module):
+    """A batch norm, then what overflows: its running statistics move in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.rest = BatchNormGelu(1, 0.0), Overflows()
+        nn.init.ones_(self.norm.weight)
+        nn.init.zeros_(self.norm.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(self.norm(x))
+
+
+def statistics_of(model: Normed) -> list[float]:
+    return [model.norm.running_mean.item(), model.norm.running_var.item()]
+
+
+def normed_batch(label: float) -> Batch:
+    inputs = torch.tensor([3.0, 5.0]).reshape(1, 1, 1, 1, 2)
+    return Batch(inputs, [torch.full((1, 1, 1, 1, 2), label)])
+
+
+def test_a_step_that_fails_leaves_running_statistics_and_their_average_as_they_were() -> None:
+    model = Normed()
+    average = Average(model, 0.9)
+    statics = torch.zeros(0, 1, 2)
+    task = objective(statics=statics, weights=LossWeights.of(np.ones((1, 1, 2), bool)))
+    take_step(model, task, [normed_batch(0.0)], learning_rate=0.1, average=average)
+    before = statistics_of(model)
+    assert before == pytest.approx([0.4, 1.1]), "a tenth of 4 and of 2, the unbiased variance"
+    saved = {name: value.clone() for name, value in average.tensors.items()}
+    # A sound micro-batch has moved them before the one with the missing label comes.
+    with pytest.raises(ValueError, match="the weights are as they were before this step"):
+        take_step(
+            model, task, [normed_batch(0.0), normed_batch(math.nan)], learning_rate=0.1,
+            average=average,
+        )  # fmt: skip
+    assert statistics_of(model) == before
+    for name, value in saved.items():
+        assert torch.equal(average.tensors[name], value)
+
+
+def test_a_float16_step_that_is_left_out_leaves_running_statistics_as_they_were() -> None:
+    model, scale = Normed(), LossScale(2.0**20)
+    statics = torch.zeros(0, 1, 2)
+    task = objective(statics=statics, weights=LossWeights.of(np.ones((1, 1, 2), bool)))
+    applied = []
+    while not (applied and applied[-1]):
+        before = statistics_of(model)
+        result = take_step(model, task, [normed_batch(9.0)], loss_scale=scale)
+        applied.append(result.applied)
+        assert (statistics_of(model) == before) is not result.applied
+    assert len(applied) > 1, "some are left out, then one is taken"
 
 
 def test_an_overflow_at_the_least_scale_is_an_error() -> None:

@@ -472,12 +472,20 @@ def test_no_store_is_told(tmp_path: Path) -> None:
         train(Config(), tmp_path / "run")
 
 
-def test_a_failed_start_leaves_a_folder_that_can_be_tried_again(
+def test_a_run_that_is_refused_leaves_no_folder_and_can_be_tried_again(
     store: Store, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match="is no store"):
-        train(Config(data=DataConfig(store=str(tmp_path / "absent"))), tmp_path / "run")
-    train(config_of(store, steps=1), tmp_path / "run")
+    absent = Config(data=DataConfig(store=str(tmp_path / "absent")))
+    (tmp_path / "there").mkdir()
+    for out in (tmp_path / "runs" / "new" / "run", tmp_path / "there", tmp_path / "there" / "run"):
+        with pytest.raises(ValueError, match="is no store"):
+            train(absent, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["there"], "what was there stays"
+    assert list((tmp_path / "there").iterdir()) == []
+    with pytest.raises(ValueError, match="window"):
+        train(config_of(store, leads=300), tmp_path / "runs" / "run")
+    assert not (tmp_path / "runs").exists()
+    train(config_of(store, steps=1), tmp_path / "runs" / "run")
 
 
 def test_validation_that_cannot_be_is_refused_before_the_first_step(tmp_path: Path) -> None:

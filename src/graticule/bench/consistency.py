@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from graticule.bench.planet import planet_in
 from graticule.bench.rows import Row, Setting
+from graticule.bench.worlds import planet_in
 from graticule.config import Config
 from graticule.data.store import write_json
 from graticule.parallel.launch import laid_out, ranks_of

@@ -7,19 +7,18 @@ more leads) and at equal steps (as the paper did).
 """
 
 import itertools
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from graticule.bench.planet import planet_in
 from graticule.bench.rows import Row, Setting
+from graticule.bench.trained import measured, rmse_by_lead
+from graticule.bench.worlds import planet_in
 from graticule.config import Config
 from graticule.data.store import write_json
 from graticule.recipes import recipe
-from graticule.tasks import evaluate_forecast, forecast_of, trained_run
 
 TITLE = (
     "RMSE on the test run, mean over ten leads: hierarchical against p = 8 without sampling at"
@@ -141,33 +140,7 @@ def _span(leads: Sequence[int]) -> str:
 
 def _seed(setting: Setting, store: Path, out: Path, seed: int) -> dict[str, Any]:
     """By run: normalised RMSE of the model and of the references by lead, and what it cost."""
-    results: dict[str, Any] = {}
-    for name, config in configs(store, out, seed).items():
-        path = out / f"{name}.json"
-        if path.exists():
-            results[name] = json.loads(path.read_text())
-            if results[name]["fingerprint"] != config.fingerprint:
-                raise ValueError(
-                    f"{path} is of another configuration than {name} has now; remove {out}, or"
-                    " name another folder with --out"
-                )
-            continue
-        steps, leads = config.train.steps, config.train.leads
-        setting.say(f"seed {seed}, {name}: {steps} steps of {leads} leads")
-        run = out / name
-        with setting.bar(name, "steps") as progress:
-            seconds = trained_run(config, run, progress=progress)
-        forecast, _ = forecast_of(run)
-        scores = evaluate_forecast(forecast)
-        results[name] = {
-            "fingerprint": config.fingerprint,
-            "steps": steps,
-            "leads": leads,
-            "seconds": seconds,
-            "rmse": scores.normalised().tolist(),
-            "persistence": scores.normalised("persistence").tolist(),
-            "climatology": scores.normalised("climatology").tolist(),
-        }
-        write_json(path, results[name])
-        setting.say(f"  RMSE at the last lead {results[name]['rmse'][-1]:.4f}")
-    return results
+    return {
+        name: measured(config, out, setting, told=f"seed {seed}, ", measure=rmse_by_lead)
+        for name, config in configs(store, out, seed).items()
+    }

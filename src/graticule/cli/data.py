@@ -31,6 +31,7 @@ def run_data_ocean(options: argparse.Namespace) -> int:
     ocean = Ocean(
         num_lat=options.lat, num_lon=options.lon, num_years=options.years, seed=options.seed,
         calendar=options.calendar, max_speed=options.max_speed, dt_seconds=options.dt_seconds,
+        test_years=options.test_years,
     )  # fmt: skip
     with Bar("simulating", "dates") as bar:
         store = write_ocean_store(options.out, ocean, workers=options.workers, progress=bar)

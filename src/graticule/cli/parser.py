@@ -98,6 +98,8 @@ def build_parser() -> Parser:
     )  # fmt: skip
     ocean.add_argument("--out", default="data/ocean.zarr", help="the store; never overwritten")
     ocean.add_argument("--years", type=int, default=10, help="of 73 five-day steps")
+    ocean.add_argument("--test-years", type=int, default=1, metavar="N",
+                       help="of them, the last, for long forecasts (default 1)")  # fmt: skip
     ocean.add_argument("--calendar", choices=("noleap", "julian"), default="noleap",
                        help="julian: one six-day step in leap years")  # fmt: skip
     ocean.add_argument("--lat", type=int, default=48)
@@ -192,6 +194,7 @@ def build_parser() -> Parser:
         ("graticule plan demo-finetune --device cpu --budget 16MiB",
          "graticule plan wenhai-small --set mesh.window=2 --set train.leads=10 --device h100-80"
          " --out plans/small",
+         "graticule plan samudra-quarter-degree --device a100-80 --devices 1,2,4,8",
          "graticule plan wenhai-small --set train.leads=10 --fit width --devices 1,2,4,8 --json"),
         sets=True,
     )  # fmt: skip
@@ -208,7 +211,8 @@ def build_parser() -> Parser:
     plan.add_argument("--fit", choices=("width",),
                       help="the largest model.width that fits, heads in proportion")  # fmt: skip
     plan.add_argument("--devices", metavar="N,N,...",
-                      help="with --fit: numbers of devices that share a sample")  # fmt: skip
+                      help="a table: what each number of devices needs, in its best layout; with"
+                      " --fit: what fits where all share a sample")  # fmt: skip
     plan.add_argument("--out", metavar="FOLDER", help="for plan.json and a picture of the step")
 
     train = add(

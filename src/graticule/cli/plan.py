@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from graticule.cli.output import print_result
 
 if TYPE_CHECKING:
+    from graticule.assemble import Shapes
     from graticule.cluster.devices import Device
     from graticule.config import Config
     from graticule.memory.choose import Chooser, Chosen
@@ -22,10 +23,14 @@ def run_plan(options: argparse.Namespace) -> int:
 
     rates = device(options.device)
     config = _settled(options)
+    if (options.fit or options.devices) and options.out:
+        raise ValueError("--fit and --devices print a table and write nothing: leave --out away")
+    if options.devices and options.ranks:
+        raise ValueError("--devices tries numbers of processes, --ranks says one: leave one away")
     if options.fit:
         return _fit(options, config, rates)
     if options.devices:
-        raise ValueError("--devices is for --fit width; --ranks says how many processes there are")
+        return _each(options, config, rates)
     return _plan(options, config, rates)
 
 
@@ -72,7 +77,7 @@ def _plan(options: argparse.Namespace, config: "Config", rates: "Device") -> int
         "leads": config.train.leads, "budget_gib": budget / GIB, "feasible": refused is None,
         "cpu_seconds": time.process_time() - began,
     }  # fmt: skip
-    values = {**about, **_values(chosen)}
+    values = {**about, **_values(chosen, config)}
     if refused and not options.json:
         raise refused
     if options.out and not refused:
@@ -94,8 +99,11 @@ def _folder(out: str) -> Path:
     return folder
 
 
-def _values(chosen: "Chosen") -> dict[str, Any]:
+def _values(chosen: "Chosen", config: "Config") -> dict[str, Any]:
     price, least = chosen.price, chosen.least
+    away = {"sampling": price.offload_sampling, "transformer": price.offload_transformer}
+    if config.model.family != "swin":  # has no such parts
+        away = {"boundaries": sum(away.values())}
     return {
         "mode": chosen.mode,
         "peak_gib": chosen.peak / GIB,
@@ -106,10 +114,7 @@ def _values(chosen: "Chosen") -> dict[str, Any]:
         "extra_compute": price.extra_compute,
         "extra_seconds": price.seconds,
         "waiting_seconds": price.waiting_seconds,
-        "offload_gib": {
-            "sampling": price.offload_sampling / GIB,
-            "transformer": price.offload_transformer / GIB,
-        },
+        "offload_gib": {name: num_bytes / GIB for name, num_bytes in away.items()},
         "least_budget_gib": least.peak / GIB,
         "least_budget_extra_compute": least.price.extra_compute,
         "plan": chosen.plan.to_dict(),
@@ -119,7 +124,10 @@ def _values(chosen: "Chosen") -> dict[str, Any]:
 
 def _words(values: dict[str, Any], chosen: "Chosen", rates: "Device") -> str:
     width = max(len(name) for name in values["owners_gib"])
-    away = values["offload_gib"]
+    away = [
+        f"{'Transformer' if name == 'transformer' else name} {_gib(int(held * GIB))}"
+        for name, held in values["offload_gib"].items()
+    ]
     lines = [
         f"{values['recipe']}: rank {values['rank']} (the heaviest) of {values['ranks']},"
         f" {values['leads']} lead{'s' * (values['leads'] > 1)}, {rates.name}",
@@ -132,8 +140,7 @@ def _words(values: dict[str, Any], chosen: "Chosen", rates: "Device") -> str:
         f"extra compute {100 * values['extra_compute']:+.1f} % of a step that recomputes each unit"
         f" by itself; {values['extra_seconds']:.3g} s a step for recomputing and copies, of which"
         f" {values['waiting_seconds']:.3g} s waiting",
-        f"to the host and back: sampling {_gib(int(away['sampling'] * GIB))}, Transformer"
-        f" {_gib(int(away['transformer'] * GIB))}",
+        f"to the host and back: {', '.join(away)}",
         f"least budget in this mode: {_gib(chosen.least.peak)}, at"
         f" {100 * values['least_budget_extra_compute']:+.1f} % of compute",
         f"planned in {values['cpu_seconds']:.1f} CPU-seconds",
@@ -146,21 +153,11 @@ def _fit(options: argparse.Namespace, config: "Config", rates: "Device") -> int:
     from graticule.assemble import describe, shapes_of_config
     from graticule.train.budget import widest
 
-    if options.out:
-        raise ValueError("--fit prints a table and writes nothing: leave --out away")
     shapes, budget = shapes_of_config(config), _budget(config, rates)
     rows = []
     for devices in _numbers(options.devices) or [options.ranks or 1]:
         began = time.process_time()
-        mesh = config.mesh
-        share = (mesh.sequence or 1) * mesh.tensor
-        if devices % share:
-            raise ValueError(
-                f"--devices {devices}: mesh.sequence x mesh.tensor = {share} ranks share each"
-                " window; name multiples of that"
-            )
-        there = replace(config, mesh=replace(mesh, data=1, window=devices // share,
-                                             fixed_windows=None))  # fmt: skip
+        there = _shared_by(config, devices, data=1)
         fitted, chooser = widest(there, shapes, rates, ranks=devices, budget=budget)
         rows.append(
             {
@@ -190,6 +187,96 @@ def _fit(options: argparse.Namespace, config: "Config", rates: "Device") -> int:
 
     print_result(options, values, text)
     return 0
+
+
+def _each(options: argparse.Namespace, config: "Config", rates: "Device") -> int:
+    """What each number of devices needs, in the layout that serves it best."""
+    from graticule.assemble import shapes_of_config
+
+    shapes, budget = shapes_of_config(config), _budget(config, rates)
+    rows = []
+    for devices in _numbers(options.devices):
+        began = time.process_time()
+        tried = [
+            _need(there, shapes, rates, devices, budget)
+            for data in range(1, min(devices, config.train.batch) + 1)
+            if devices % data == 0 and (devices // data) % _share(config) == 0
+            for there in [_shared_by(config, devices, data=data)]
+        ]
+        tried = tried or [_need(_shared_by(config, devices, 1), shapes, rates, devices, budget)]
+        best = min(tried, key=worth)
+        rows.append({"devices": devices, **best, "cpu_seconds": time.process_time() - began})
+    values = {"recipe": config.name, "device": rates.name, "budget_gib": budget / GIB, "rows": rows}
+
+    def text() -> str:
+        lines = [
+            f"{config.name}, {config.train.leads} leads, batch {config.train.batch}, on"
+            f" {rates.name} with {_gib(budget)} a device (mode {config.memory.mode}); what the"
+            " heaviest holds:",
+            f"{'devices':>7}  {'layout':18} {'peak':>10}  extra compute  {'least':>10}"
+            "  extra compute",
+        ]
+        for row in rows:
+            least = _held(row["least_gib"], row["least_extra_compute"])
+            best = f"{'none fits':>10}  {'':13}"
+            if row["feasible"]:
+                best = _held(row["peak_gib"], row["extra_compute"])
+            lines.append(f"{row['devices']:7}  {row['layout']:18} {best}  {least}")
+        return "\n".join(lines)
+
+    print_result(options, values, text)
+    return 0
+
+
+def _held(gib: float, extra_compute: float) -> str:
+    return f"{_gib(round(gib * GIB)):>10}  {100 * extra_compute:+11.1f} %"
+
+
+def _need(
+    config: "Config", shapes: "Shapes", rates: "Device", devices: int, budget: int
+) -> dict[str, Any]:
+    """What the heaviest of so many devices holds in one layout."""
+    from graticule.train.budget import chooser_of
+
+    chooser = chooser_of(config, shapes, rates, ranks=devices)
+    least, mesh = chooser.least, config.mesh
+    sizes = {axis: getattr(mesh, axis) for axis in ("data", "window", "sequence", "tensor")}
+    found: dict[str, Any] = {
+        "layout": " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "alone",
+        "mesh": sizes, "feasible": least.peak <= budget, "least_gib": least.peak / GIB,
+        "least_extra_compute": least.price.extra_compute, "peak_gib": None, "extra_compute": None,
+        "extra_seconds": None,
+    }  # fmt: skip
+    if found["feasible"]:
+        chosen = chooser.at(budget)
+        found |= {
+            "peak_gib": chosen.peak / GIB, "extra_compute": chosen.price.extra_compute,
+            "extra_seconds": chosen.price.seconds,
+        }  # fmt: skip
+    return found
+
+
+def worth(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What fits comes first, then what recomputes least, then what exchanges least in a sample."""
+    if not row["feasible"]:
+        return True, row["least_gib"]
+    return False, row["extra_seconds"], -row["mesh"]["data"]
+
+
+def _share(config: "Config") -> int:
+    return (config.mesh.sequence or 1) * config.mesh.tensor
+
+
+def _shared_by(config: "Config", devices: int, data: int) -> "Config":
+    """The configuration on so many devices, `data` samples side by side, each in stripes."""
+    share = _share(config)
+    if devices % (data * share):
+        raise ValueError(
+            f"--devices {devices}: mesh.sequence x mesh.tensor = {share} ranks share each"
+            " window; name multiples of that"
+        )
+    mesh = replace(config.mesh, data=data, window=devices // (data * share), fixed_windows=None)
+    return replace(config, mesh=mesh)
 
 
 def _least(chooser: "Chooser") -> dict[str, float]:

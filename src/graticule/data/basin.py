@@ -38,7 +38,9 @@ class Ocean:
     """Rows of equal height, pole to pole."""
     num_lon: int = 96
     num_years: int = 10
-    """Years kept. The last tests, the one before it validates, all others train."""
+    """Years kept. The last `test_years` test, the one before them validates, all others train."""
+    test_years: int = 1
+    """A forecast of 200 ten-day leads needs six."""
     first_year: int = 2001
     calendar: Literal["noleap", "julian"] = "noleap"
     """`julian`: as ocean model output has it, one six-day step a leap year."""
@@ -57,10 +59,11 @@ class Ocean:
                 f"num_lat={self.num_lat}, num_lon={self.num_lon}: the generated ocean needs at"
                 " least 12 latitudes and 24 longitudes; take the default 48 x 96, or 24 x 48"
             )
-        if self.num_years < 3:
+        if self.test_years < 1 or self.num_years < self.test_years + 2:
             raise ValueError(
                 f"num_years={self.num_years} cannot be split: train, validation and test need one"
-                " year each"
+                f" year each, and test_years={self.test_years}; take num_years="
+                f"{max(self.test_years, 1) + 2} or more"
             )
         for name in ("spin_up_years", "max_speed", "seed"):
             if getattr(self, name) < 0:
@@ -131,10 +134,11 @@ def time_axis(ocean: Ocean) -> TimeAxis:
 
 def splits(ocean: Ocean) -> dict[str, list[str]]:
     first, last = ocean.first_year, ocean.first_year + ocean.num_years - 1
+    test = last - ocean.test_years + 1
     return {
-        "train": [f"{first:04}/{last - 2:04}"],
-        "validation": [f"{last - 1:04}"],
-        "test": [f"{last:04}"],
+        "train": [f"{first:04}/{test - 2:04}"],
+        "validation": [f"{test - 1:04}"],
+        "test": [f"{test:04}/{last:04}" if test < last else f"{last:04}"],
     }
 
 

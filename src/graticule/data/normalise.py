@@ -103,13 +103,16 @@ class Normaliser(nn.Module):
             out[..., place, :, :] = torch.where(present, values, 0.0)
         return out
 
-    def _in_blocks(self, stored: Tensor, numbers: Sequence[int]) -> Tensor:
+    def _in_blocks(self, stored: Tensor, numbers: range) -> Tensor:
         """The same numbers, a block at a time, each operation in the place of the one before."""
         (values,) = self._pool.take([stored.shape], torch.float32)
         samples, cells = math.prod(stored.shape[:-3]), math.prod(stored.shape[-2:])
         planes = stored.reshape(samples, len(numbers), cells)
         out = values.view(planes.shape)
         block = _BLOCK * torch.get_num_threads()
+        if 2 * cells <= block:
+            self._together(planes, out, numbers.start, block // max(cells, 1))
+            return values
         for at, channel in enumerate(numbers):
             if self._constant[channel]:
                 out[:, at] = 0.0
@@ -136,6 +139,39 @@ class Normaliser(nn.Module):
                     if sea is not None:
                         place.view(torch.int32).bitwise_and_(sea[part])
         return values
+
+    def _together(self, planes: Tensor, out: Tensor, start: int, num_planes: int) -> None:
+        """The same numbers, so many planes a block: a small plane by itself costs more for calling
+        an operation than for what it does.
+
+        planes, out: (sample, channel, cell), of the channels from `start` on.
+        """
+        samples, channels, _ = planes.shape
+        wide = min(num_planes, channels) or 1
+        deep = max(num_planes // wide, 1)
+        gains, rests, seas = self._by_cell
+        for first in range(0, channels, wide):
+            part = slice(first, min(first + wide, channels))
+            of = slice(start + part.start, start + part.stop)
+            for top in range(0, samples, deep):
+                numbers, place = planes[top : top + deep, part], out[top : top + deep, part]
+                torch.sub(numbers, self._centre[of, :, 0], out=place)
+                torch.addcmul(rests[of], place, gains[of], out=place)
+                bits = place.view(torch.int32)
+                if self.packed:
+                    bits.bitwise_and_((numbers != LAND).to(torch.int32).neg_())
+                else:
+                    place.nan_to_num_(0.0, 0.0, 0.0)
+                bits.bitwise_and_(seas[of])
+
+    @cached_property
+    def _by_cell(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(channel, cell) gain and rest, and int32 with all bits set at sea, none where a channel
+        is constant. Of two columns to broadcast addcmul takes 2.5 times as long, and a mask of
+        bools takes 15 times as long as bits."""
+        there = self.wet.flatten(1) & ~self._constant[..., 0]
+        gain, rest = (c[..., 0].expand(there.shape).contiguous() for c in (self._gain, self._rest))
+        return gain, rest, -there.to(torch.int32)
 
     @cached_property
     def _sea(self) -> list[Tensor | None]:

@@ -16,7 +16,7 @@ import logging
 import os
 import platform
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,28 @@ MAY_CHANGE = (
 _log = logging.getLogger(__name__)
 
 
-def open_folder(out: Path, resume: bool) -> None:
-    """Refuse what cannot be written to or must not be written over, before any data is read."""
+@contextmanager
+def opened(out: Path, resume: bool) -> Iterator[None]:
+    """The folder of a run, new or with `resume` an old one, held until the block ends.
+
+    ValueError, before any data is read, for what cannot be written to or must not be written over.
+    Folders that were made for a run that the block then refuses, before anything was written, are
+    taken away again.
+    """
+    _require_free(out, resume)
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        _require_writable(out)
+        with held(out):
+            yield
+    except BaseException:
+        for folder in made:
+            with suppress(OSError):  # there is something in it
+                folder.rmdir()
+        raise
+
+
+def _require_free(out: Path, resume: bool) -> None:
     if resume and not (out / "config.json").is_file():
         raise ValueError(
             f"{out} holds no run to resume (no config.json there); name the run's folder, or start"
@@ -51,6 +71,10 @@ def open_folder(out: Path, resume: bool) -> None:
             f"{out} exists already and is not overwritten; go on with --resume, or name another"
             " folder with --out"
         )
+
+
+def _require_writable(out: Path) -> None:
+    """Also make it."""
     probe = out / ".writable"
     try:
         out.mkdir(parents=True, exist_ok=True)

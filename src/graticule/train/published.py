@@ -22,7 +22,7 @@ from graticule.model.unet import Block, UNet
 from graticule.parallel.box import box_of
 from graticule.parallel.data import local
 from graticule.train.checkpoint import Saver
-from graticule.train.folder import held, open_folder, write_description
+from graticule.train.folder import opened, write_description
 from graticule.train.run import Run
 from graticule.train.task import Task
 
@@ -46,8 +46,7 @@ def adopt(config: Config, file: str | Path, out: str | Path, *, device: str = "c
     weights = read_weights(file)
     task = Task.of(config, torch.device(device))
     load_published(task.model, weights, str(file))
-    open_folder(out, resume=False)
-    with held(out):
+    with opened(out, resume=False):
         run = Run(task, None)
         digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
         write_description(out, task, 0, f"{file.name} (SHA-256 {digest}...)")

@@ -114,7 +114,8 @@ def training_step(
     memory: what is kept and what is computed again; None: everything is kept.
     ensemble: the members of each sample, and the prior of weights that are drawn.
     tell: a number that is added up over the ranks, at no further wait.
-    ValueError where loss or gradient is not finite; the parameters are then untouched.
+    ValueError where loss or gradient is not finite. The parameters are then untouched, here as in
+    a float16 step that is left out, and running statistics are what they were before.
     """
     shared = shared or SharedWeights(model, Mesh())
     optimizer.zero_grad(set_to_none=True)
@@ -129,6 +130,7 @@ def training_step(
     given = model, objective, factors * (scale / weight), memory or Memory()
     rollout = ensemble.rollouts(step, *given) if ensemble else Differentiated(*given)
     pull = ensemble.pull if ensemble else None
+    before = _statistics(model)
     for batch in _ranged(batches, itertools.repeat("data wait")):
         seen += batch.init_times
         rollout(batch, sums)
@@ -159,6 +161,9 @@ def training_step(
         if dynamic_scale:
             result = replace(result, scaled_loss=scaled[0])
         if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
+            with torch.no_grad():
+                for kept, value in before:
+                    kept.copy_(value)
             if loss_scale and loss_scale.bad():
                 return replace(result, applied=False)
             times = ", ".join(str(time) for time in seen)
@@ -182,6 +187,16 @@ def training_step(
         if average:
             average.update(model, step)
         return result
+
+
+def _statistics(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """What the backward pass moves besides gradients, running statistics: each with a copy."""
+    saved = model.state_dict()
+    return [
+        (kept, kept.clone())
+        for name, kept in model.named_buffers()
+        if name in saved and not name.endswith("_start")  # means of a prior, which stay
+    ]
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from graticule.parallel.talk import everyone
 from graticule.parallel.watch import Agreed
 from graticule.train import checkpoint
 from graticule.train.budget import kind_of_device, memory_of, planned, say, store_plan
-from graticule.train.folder import held, open_folder, point_of_resume, write_description
+from graticule.train.folder import opened, point_of_resume, write_description
 from graticule.train.profile import Profiler, require_steps
 from graticule.train.progress import Metrics
 from graticule.train.run import Run
@@ -75,7 +75,7 @@ def train(
     with processes(device) as here, ExitStack() as folder:
         tried: list[dict[str, Any]] = []
         mesh_of(candidates(config)[0].mesh, here.size)  # before anything is written
-        everyone().first(lambda: folder.enter_context(_opened(out, resume)))
+        everyone().first(lambda: folder.enter_context(opened(out, resume)))
         _require_one_configuration(config, here.rank)
         config = everyone().first(partial(in_steps, config))
         start = everyone().first(partial(_checked, config, out, resume, profile))
@@ -94,7 +94,7 @@ def train(
         if run.step >= config.train.steps:
             _log.info("%s has its %d steps already", out, config.train.steps)
             return checkpoint.find(out)
-        loader = run.loader(config.train.steps)  # what it refuses leaves the folder empty
+        loader = run.loader(config.train.steps)  # what is refused up to here leaves no folder
         everyone().first(lambda: write_description(out, task, run.step, run.started_from, tried))
         everyone().first(lambda: store_plan(out, plan))
         _log.info("%s", _in_words(config.train))
@@ -116,13 +116,6 @@ def _in_words(settings: TrainConfig) -> str:
     if late:
         curriculum.append(f"the run ends at step {settings.steps}, before {some(late[-1])}")
     return "; ".join([f"rollout gradient: {told}", *curriculum])
-
-
-@contextmanager
-def _opened(out: Path, resume: bool) -> Iterator[None]:
-    open_folder(out, resume)
-    with held(out):
-        yield
 
 
 def _checked(config: Config, out: Path, resume: bool, profile: int | None) -> Path | None:

@@ -1,0 +1,27 @@
+"""The generated worlds that benches train on, each in the folder of its bench."""
+
+from pathlib import Path
+
+from graticule.bench.rows import Setting
+from graticule.data.basin import Ocean
+from graticule.data.demo import write_demo_store, write_ocean_store
+
+
+def planet_in(out: Path, setting: Setting) -> Path:
+    """The demo planet's store, simulated unless it is there."""
+    store = out / "planet.zarr"
+    if not store.exists():
+        setting.say("simulating the planet")
+        with setting.bar("simulating", "samples") as progress:
+            write_demo_store(store, progress=progress)
+    return store
+
+
+def ocean_in(out: Path, ocean: Ocean, setting: Setting) -> Path:
+    """The generated ocean's store, simulated unless it is there."""
+    store = out / "ocean.zarr"
+    if not store.exists():
+        setting.say("simulating the ocean")
+        with setting.bar("simulating", "dates") as progress:
+            write_ocean_store(store, ocean, progress=progress)
+    return store
