@@ -271,7 +271,7 @@ def test_the_crps_of_one_member_is_the_absolute_error_and_of_two_the_crossover()
 def test_more_members_than_a_byte_counts_are_scored_right(
     alpha: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(likelihoods, "_PART", 50)  # several parts of the points
+    monkeypatch.setattr(likelihoods, "PART", 50)  # several parts of the points
     (x, y), of = fields(130), weights()
     found, a = scored("crps", x, y, of, alpha=alpha)
     wanted = total(crps_by_hand(x, y, alpha), of)

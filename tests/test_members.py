@@ -11,16 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from graticule.assemble import Shapes, assemble, build_model
-from graticule.config import BayesConfig, BeastConfig, Config, MeshConfig, TrainConfig
+from graticule.config import (
+    BayesConfig,
+    BeastConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    TrainConfig,
+)
 from graticule.forecast.rollout import at_sea, model_input, next_states
 from graticule.keyed import keyed
 from graticule.memory.apply import Memory
 from graticule.memory.offload import Host
 from graticule.memory.plan import Plan, Segment
+from graticule.memory.trace import trace_memory
 from graticule.mesh import Mesh
 from graticule.model.draws import Draw
 from graticule.model.family import Model
 from graticule.parallel.launch import laid_out, mesh_of, ranks_of
+from graticule.train.foresee import Rehearsal, foresee
 from graticule.train.loss import LossWeights
 from graticule.train.members import Ensemble, ensemble_of
 from graticule.train.objective import Objective, as_stored
@@ -355,3 +364,23 @@ def test_noise_without_a_score_of_members_is_refused() -> None:
     config = replace(config_of("crps"), bayes=BayesConfig())
     with pytest.raises(ValueError, match=r"model\.nice_noise=4 .* choose bayes\.likelihood="):
         assemble(config, SHAPES, Mesh())
+
+
+# Memory
+
+
+@pytest.mark.parametrize("likelihood", ["moments", "crps"])
+def test_a_step_of_several_members_is_foreseen(likelihood: str) -> None:
+    """On fake tensors; of the CRPS an upper bound."""
+    config = replace(
+        config_of(likelihood), data=DataConfig(grid=SHAPES.grid, prognostic=("a", "b"))
+    )
+    profile = foresee(config, SHAPES)
+    running = assemble(config, SHAPES, Mesh())
+    job = Rehearsal(config, SHAPES, running, "cpu", "stored", torch.int16)
+    job.ensemble = ensemble_of(config, Mesh(), running.model, job.objective, 1)
+    job.step(LEADS, Memory())()
+    for plan in plans()[:1]:
+        _, trace = trace_memory(job.step(LEADS, Memory(plan)), job.owned)
+        foreseen = profile.timeline(plan).peak_bytes / trace.peak_bytes
+        assert 0.99 < foreseen < (1.01 if likelihood == "moments" else 1.3), plan

@@ -179,14 +179,22 @@ class Pool:
         self._sizes[key, shape] = size
         return True
 
+    def nbytes(self, draws: int) -> int:
+        """Of so many draws, of which it keeps as many as there is room for."""
+        numbers = sum(-(-size // 4) * 4 for size in self._sizes.values())
+        return 4 * numbers * min(draws, max(1, _POOLED // max(1, self._count)))
+
+    @property
+    def _count(self) -> int:
+        return sum(self._sizes.values())
+
     def normal(
         self, key: int, words: tuple[int, int], shape: tuple[int, ...], device: torch.device
     ) -> Tensor:
         """Of one of its tensors, whole: not to be written to."""
         if draw := self._kept.get((words, device)):
             return draw[key, shape]
-        numbers = sum(self._sizes.values())
-        while self._kept and (len(self._kept) + 1) * numbers > _POOLED:
+        while self._kept and (len(self._kept) + 1) * self._count > _POOLED:
             self._kept.pop(next(iter(self._kept)), None)
         self._kept[words, device] = draw = self._all(words, device)
         return draw[key, shape]

@@ -6,6 +6,7 @@ that have shapes and no values; its step runs a few times under the memory trace
 decides (`layers.imitating`).
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from graticule.assemble import PRECISIONS, Running, Shapes, assemble, build_model
 from graticule.config import Config, SwinConfig
@@ -24,11 +25,13 @@ from graticule.memory.profile import Profile, profile_step
 from graticule.memory.repeat import traced_depth, with_blocks
 from graticule.memory.trace import GRADIENTS, INPUTS, own
 from graticule.mesh import Mesh, Stripes
+from graticule.model.bayes import weights_of
 from graticule.model.layers import imitating
 from graticule.model.swin import Swin
 from graticule.model.windows import window_kinds
 from graticule.parallel.launch import mesh_of
 from graticule.parallel.layouts import Topology, WindowLayout
+from graticule.train import likelihoods
 from graticule.train.differences import Differences
 from graticule.train.loss import LossWeights, loss_kind
 from graticule.train.members import ensemble_of
@@ -334,10 +337,29 @@ class Rehearsal:
             if config.train.gradient_loss
             else None,
         )
+        self.kept: list[Tensor] = []
         self.ensemble = ensemble_of(config, running.mesh, running.model, self.objective, 1)
         if self.ensemble:
             # Members come one at a time: the last one's step, with what is left of the others.
+            own = len(self.ensemble.own)
             self.ensemble = replace(self.ensemble, own=self.ensemble.own[:1])
+            if isinstance(next(running.model.parameters()), FakeTensor):
+                self.kept = [
+                    torch.empty(nbytes, dtype=torch.uint8) for nbytes in self._of_others(own)
+                ]
+
+    def _of_others(self, own: int) -> list[int]:
+        """Bytes of what is there besides one member's step where a rank has `own` of them: draws
+        that are kept, and what the CRPS hears, which is there until it is settled, with what it is
+        ordered in: an upper bound, since nothing else need be at its most then."""
+        config, shapes = self.config, self.shapes
+        kept = [w.posterior.pool.nbytes(own) for w in weights_of(self.running.model)][:1]
+        if config.bayes.likelihood == "crps":
+            samples = -(-config.train.batch // self.running.mesh.sizes["data"])
+            field = samples * shapes.num_outputs * shapes.num_predicted * math.prod(self.here)
+            heard = 4 * (config.train.leads + 2) * (own - 1) * field
+            kept.append(heard + 24 * (own - 1) * min(field, likelihoods.PART))
+        return kept
 
     def owned(self) -> dict[str, list[Tensor]]:
         objective, model = self.objective, self.running.model
@@ -345,6 +367,7 @@ class Rehearsal:
         parts = [model, *(part for part in decoders if isinstance(part, nn.Module))]
         constants = [objective.statics, objective.weights.cell, objective.weights.wet]
         constants += [b for part in parts for b in part.buffers()]
+        constants += self.kept
         owned: dict[str, list[Tensor]] = {
             "parameters": list(model.parameters()),
             "optimizer": [

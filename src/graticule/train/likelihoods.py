@@ -37,7 +37,7 @@ from graticule.parallel.exchange import Link
 from graticule.train.loss import LossWeights, error_of
 
 Likelihood = Literal["moments", "gaussian", "crps"]
-_PART = 2**20
+PART = 2**20
 """Points that are ordered at a time."""
 
 
@@ -263,12 +263,12 @@ def _ranks(ours: Tensor, link: Link) -> Tensor:
     # (rank whose points they are, our member, point) -> (rank whose members they are, ...).
     everyone = _traded(ours.view(own, link.size, share).transpose(0, 1), link).flatten(0, 1)
     ranks = torch.empty_like(everyone, dtype=torch.int8 if len(everyone) < 128 else torch.int16)
-    for first in range(0, share, _PART):
-        some = everyone[:, first : first + _PART].t().contiguous()
+    for first in range(0, share, PART):
+        some = everyone[:, first : first + PART].t().contiguous()
         ordered = some.sort(-1).values
         below = torch.searchsorted(ordered, some)
         below += torch.searchsorted(ordered, some, right=True)
-        ranks[:, first : first + _PART] = below.sub_(len(everyone)).t()
+        ranks[:, first : first + PART] = below.sub_(len(everyone)).t()
     back = _traded(ranks.view(link.size, own, share), link)
     return back.transpose(0, 1).reshape(own, -1)[:, :points]
 
