@@ -346,7 +346,8 @@ def changed(value: Any, path: str) -> list[Any]:
         "evaluate.climatology": ["all", "month"], "evaluate.region": [[0, 1, 2, 3]],
         "evaluate.thresholds": [["x>1"], ["x>1", "y@5<-2.5e-3"]], "evaluate.point": [[45, -30.5]],
         "memory.budget": ["40GiB"], "memory.mode": ["paper", "full", "none"],
-        "bayes.prior": ["scaled", "start"], "bayes.sigma_map": ["exp"], "bayes.alpha": [0.5],
+        "bayes.prior": ["scaled", "start", "mixture"], "bayes.mixture_share": [0.25],
+        "bayes.sigma_map": ["exp"], "bayes.alpha": [0.5],
         "bayes.likelihood": ["gaussian"],
     }  # fmt: skip
     if path in special:

@@ -50,7 +50,9 @@ def config_of(store: Store, layout: str = "", **settings: Any) -> Config:
         model=replace(mini.model, window=(4, 4), inner_window=(2, 4), nice_noise=4, depth=1,
                       inner_depth=1),
         train=TrainConfig(**given),
-        bayes=replace(mini.bayes, members=2, initial_sigma=0.2, floor=0.1, **of_bayes),
+        bayes=replace(
+            mini.bayes, **{"members": 2, "initial_sigma": 0.2, "floor": 0.1, **of_bayes}
+        ),
     )  # fmt: skip
     return laid_out(config, layout) if layout else config
 
@@ -163,3 +165,115 @@ def test_a_checkpoint_of_one_mesh_gives_the_same_members_on_others(
             assert drawn.keys() == (weights.keys() if "sharded" not in layout else set())
             for name, (box, value) in drawn.items():
                 assert torch.equal(value, weights[name][1][box]), (layout, name)
+
+
+# Around other weights
+
+
+@pytest.fixture(scope="module")
+def numbers_alone(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose weights are numbers, and whose members differ by their noise."""
+    run = tmp_path_factory.mktemp("numbers") / "run"
+    train(config_of(store, weights=False, steps=2), run)
+    return run
+
+
+def distance(run: Path) -> float:
+    """The prior's part of the KL, in prior deviations: how far means are from where they began."""
+    model = saved(run)
+    return sum(
+        float((model[name.removesuffix("_start")] - value).square().sum())
+        for name, value in model.items()
+        if name.endswith("_start")
+    )
+
+
+def test_numbers_become_means_and_the_prior_stays_around_them(
+    store: Store, numbers_alone: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, theirs = tmp_path / "run", saved(numbers_alone, "average")
+    config = config_of(
+        store, steps=2, prior="start", prior_sigma=0.1, start_from=str(numbers_alone)
+    )
+    with caplog.at_level("INFO"):
+        train(config, run)
+    assert "these weights are numbers: here they are means" in caplog.text
+    assert "deviations start at bayes.initial_sigma=0.2" in caplog.text
+    model = saved(run)
+    starts = {name for name in model if name.endswith("_start")}
+    assert {name.removesuffix("_start") + "_rho" for name in starts} == {
+        name for name in model if name.endswith("_rho")
+    }
+    for name in starts:
+        assert torch.equal(model[name], theirs[name.removesuffix("_start")]), name
+    assert distance(run) > 0
+    # Goes on around the same weights, bit for bit, and can be forecast with and started from.
+    whole = tmp_path / "whole"
+    train(replace(config, train=replace(config.train, steps=4)), whole)
+    train(replace(config, train=replace(config.train, steps=4)), run, resume=True)
+    assert numbers(run)[-1] == numbers(whole)[-1]
+    for group in ("model", "average"):
+        ours = saved(run, group)
+        for name, value in saved(whole, group).items():
+            assert torch.equal(ours[name], value), name
+            if name.endswith("_start"):
+                assert torch.equal(value, theirs[name.removesuffix("_start")]), name
+    # A model that a forecast makes has no such buffers.
+    _, field, _ = _member(config, run)
+    assert field.isfinite().all()
+    assert numbers(whole)[0][2] == read_metrics(run)[0]["kl"]
+    again = tmp_path / "again"
+    train(config_of(store, steps=1, prior="start", start_from=str(whole)), again)
+    for name, value in saved(again).items():
+        if name.endswith("_start"):
+            mean = saved(whole, "average")[name.removesuffix("_start")]
+            assert torch.equal(value, mean), "around the newest start"
+
+
+def test_a_strong_prior_holds_means_where_they_began(
+    store: Store, numbers_alone: Path, tmp_path: Path
+) -> None:
+    found = []
+    for sigma in (1e-3, 10.0):
+        config = config_of(
+            store, prior="start", prior_sigma=sigma, start_from=str(numbers_alone), steps=8,
+            initial_sigma=0.001, learning_rate=1e-3,
+        )  # fmt: skip
+        train(config, tmp_path / f"{sigma}")
+        found.append(distance(tmp_path / f"{sigma}"))
+    assert found[0] < 0.5 * found[1], found
+
+
+def test_sharded_weights_have_a_start_and_save_it(
+    store: Store, numbers_alone: Path, tmp_path: Path, two: LocalRanks
+) -> None:
+    config = config_of(store, steps=2, prior="start", start_from=str(numbers_alone))
+    train(config, tmp_path / "alone")
+    there = laid_out(config, "member=2,weights=sharded")
+    run = tmp_path / "run"
+    assert two.run(_train, there, run)[0].startswith(str(run))
+    for name, value in saved(run).items():
+        if name.endswith("_start"):
+            assert torch.equal(value, saved(tmp_path / "alone")[name]), name
+    for line, other in zip(numbers(run), numbers(tmp_path / "alone"), strict=True):
+        assert line == pytest.approx(other, rel=1e-4)
+    # And on another mesh it is there again.
+    longer = replace(config, train=replace(config.train, steps=3))
+    assert _train(longer, run, resume=True).endswith("step-00000003")
+
+
+def test_another_model_is_refused_as_before(
+    store: Store, numbers_alone: Path, tmp_path: Path
+) -> None:
+    config = config_of(store, prior="start", start_from=str(numbers_alone))
+    wider = replace(config, model=replace(config.model, width=32))
+    with pytest.raises(ValueError, match=r"another model: model\.width is 16 there and 32 here"):
+        train(wider, tmp_path / "run")
+    # Numbers are given numbers alone, and a forecast means what was trained.
+    trained = tmp_path / "trained"
+    train(config_of(store, steps=1), trained)
+    fewer = config_of(store, weights=False, start_from=str(trained))
+    with pytest.raises(ValueError, match=r"_rho: checkpoint .* model has none"):
+        train(fewer, tmp_path / "other")
+    with pytest.raises(ValueError, match=r"_rho: checkpoint has none, model"):
+        _member(config_of(store), numbers_alone)
