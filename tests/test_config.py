@@ -267,7 +267,7 @@ def test_a_rule_is_told_with_its_numbers(setting: str, message: str) -> None:
         ("mesh.window=0", "mesh.window=0 must be at least 1"),
         ("mesh.tensor=0", "mesh.tensor=0 must be at least 1"),
         ("mesh.member=0", "mesh.member=0 must be at least 1"),
-        ("mesh.member=2", "mesh.member=2: there are no ensembles to share yet; leave it at 1"),
+        ("mesh.member=2", r"bayes\.members=1 cannot be shared evenly by mesh\.member=2 ranks"),
         ("mesh.fixed_windows=2,2", r"fixed_windows=\(2, 2\) must be two .* is mesh.window=1"),
         ("mesh.fixed_windows=-1,-1", r"fixed_windows=\(-1, -1\) must be two numbers whose"),
         ("mesh.stripe_dim=level", r"mesh\.stripe_dim='level': Input should be 'lat' or 'lon'"),

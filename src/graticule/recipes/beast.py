@@ -1,6 +1,6 @@
 """BEAST, and small models of its kind: two states in, two out, 12 and 24 hours ahead.
 
-Of hourly data the offsets count twelve store steps each. Training by members is not there yet.
+Of hourly data the offsets count twelve store steps each.
 """
 
 from dataclasses import replace
