@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+import graticule
+
 TRAPS = {
     1: "ranks of a member that draw different weights",
     2: "a KL that counts parts, copies or members more than once",
@@ -85,6 +87,7 @@ HELD: dict[int, list[str]] = {
         "test_ensemble_sums::test_uneven_stripes_add_up_to_the_whole_field",
     ],
     14: [
+        "test_beast_traps::test_nothing_is_averaged_over_ranks",
         "test_members::test_every_mesh_gives_the_numbers_of_one_process",
         "test_parallel_cases::test_ranks_of_a_member_draw_alike_and_members_and_items_differ",
     ],
@@ -105,6 +108,17 @@ HELD: dict[int, list[str]] = {
         "test_members::test_a_step_is_the_likelihood_of_all_members_and_the_prior_written_out",
     ],
 }  # fmt: skip
+
+
+def test_nothing_is_averaged_over_ranks() -> None:
+    """Trap 14: gloo has no mean, and FSDP's own would divide by other numbers."""
+    package = Path(graticule.__file__).parent
+    for path in package.rglob("*.py"):
+        source = path.read_text()
+        assert "ReduceOp.AVG" not in source, path
+        sharded = "fully_shard(" in source
+        assert not sharded or "set_force_sum_reduction_for_comms(True)" in source, path
+        assert not sharded or "set_gradient_divide_factor(1.0)" in source, path
 
 
 @pytest.mark.parametrize("trap", TRAPS)
