@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from graticule.assemble import build_model, describe, shapes_of_config
-from graticule.bench import Setting, beast_comm, blue
-from graticule.bench.beast_comm import Scale, of_units, published, weights_of
+from graticule.bench import Setting, beast_comm, blue, blue_failures
+from graticule.bench.beast_comm import published
+from graticule.bench.beast_forms import Scale, of_units, weights_of
 from graticule.config import BeastConfig
 from graticule.recipes import recipe
 from pools import Pools
@@ -111,12 +112,13 @@ def test_without_torch_blue_its_rows_say_how_to_get_it(monkeypatch: pytest.Monke
 
 def test_none_of_its_failures_is_ours() -> None:
     ours = {
-        "rows": blue._our_rows(), "zero": blue._our_zero(), "one": blue._our_one(),
-        "others": blue._our_others(), "again": blue._our_again(),
-        "in place": blue._our_in_place(),
+        "rows": blue_failures._our_rows(), "zero": blue_failures._our_zero(),
+        "one": blue_failures._our_one(),
+        "others": blue_failures._our_others(), "again": blue_failures._our_again(),
+        "in place": blue_failures._our_in_place(),
     }  # fmt: skip
     assert ours == dict.fromkeys(ours, 0.0)
-    assert blue._our_kl() < 1e-6
+    assert blue_failures._our_kl() < 1e-6
 
 
 @pytest.mark.usefixtures("small")
