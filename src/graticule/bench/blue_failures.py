@@ -195,10 +195,11 @@ def _our_kl() -> float:
 
 def _their_kl(vi: Any) -> float:
     layer = vi.VILinear(300, 100).to(torch.bfloat16)
-    weight = layer.sample_variable("weight")
-    found = float(layer.get_log_probs(weight, "weight")[1])
+    with torch.no_grad():
+        weight = layer.sample_variable("weight")
+        found = float(layer.get_log_probs(weight, "weight")[1])
     mean, log_std = (
-        layer.get_parameter(f"_weight_{name}").double() for name in ("mean", "log_std")
+        layer.get_parameter(f"_weight_{name}").detach().double() for name in ("mean", "log_std")
     )
     deviations = ((weight.double() - mean) / log_std.exp()).square() / 2
     return abs(found / -float((deviations + log_std).sum()) - 1)
