@@ -497,6 +497,79 @@ def test_the_kl_and_its_gradient_are_exact(
         assert (parameter.grad - wanted).abs().max() < 10 * digits * wanted.abs().max(), name
 
 
+def mixed(share: float, narrow: float, mean: float = 0.3, sigma: float = 0.4) -> tuple[Linear, Any]:
+    """A layer of many weights alike, and (KL, its gradients by mean and rho) of one of them."""
+    layer = Linear(100, 100)
+    prior = Prior(kind="mixture", sigma=0.7, narrow=narrow, share=share)
+    make_bayesian(layer, key=lambda name: KEY + len(name), prior=prior)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.fill_(rho_of(sigma, "softplus") if name.endswith("_rho") else mean)
+    # By quadrature, in float64.
+    values = torch.tensor([mean, rho_of(sigma, "softplus")], dtype=torch.float64).requires_grad_()
+    m, s = values[0], nn.functional.softplus(values[1])
+    z = torch.linspace(-9, 9, 20_001, dtype=torch.float64)
+    of_z = torch.distributions.Normal(0.0, 1.0).log_prob(z).exp() * (z[1] - z[0])
+    w = m + s * z
+    shares = torch.tensor([share, 1 - share], dtype=torch.float64)
+    normals = torch.distributions.Normal(0.0, torch.tensor([0.7, narrow], dtype=torch.float64))
+    log_p = (normals.log_prob(w[:, None]) + shares.log()).logsumexp(-1)
+    kl = (of_z * (torch.distributions.Normal(m, s).log_prob(w) - log_p)).sum()
+    return layer, (float(kl.detach()), *torch.autograd.grad(kl, values)[0].tolist())
+
+
+@pytest.mark.parametrize(("share", "narrow"), [(0.5, 0.1), (0.9, 0.3), (0.25, 0.7 - 1e-12)])
+def test_the_kl_to_a_mixture_is_exact_in_expectation(share: float, narrow: float) -> None:
+    """Of 10,100 weights alike and 20 members, within four standard errors."""
+    layer, wanted = mixed(share, narrow)
+    members = [(5, member) for member in range(20)]
+    pull = Pull(layer)
+    found: list[list[float]] = []
+    for words in members:
+        pull.begin([words])
+        for parameter in layer.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            pull.take(parameter, 1.0)
+        of = (layer.weight.grad, layer.get_parameter("weight_rho").grad)
+        found.append([float(pull.sums[0]) / 10_100, *(float(g.mean()) for g in of)])  # type: ignore
+    each = torch.tensor(found, dtype=torch.float64)
+    errors = each.std(0) / len(members) ** 0.5
+    for value, error, exact in zip(each.mean(0), errors, wanted, strict=True):
+        assert abs(float(value) - exact) < 4 * float(error) + 1e-6
+        assert 0 < error < 0.02
+    # All members at once: their mean.
+    pull.begin(members)
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        pull.take(parameter, 1.0)
+    assert float(pull.sums[0]) / 10_100 == pytest.approx(float(each[:, 0].mean()), rel=1e-5)
+    assert float(layer.weight.grad.mean()) == pytest.approx(float(each[:, 1].mean()), rel=1e-4)  # type: ignore
+
+
+def test_a_mixture_of_equal_deviations_is_the_standard_prior() -> None:
+    """The closed form: KL and gradients of one Gaussian, to the noise of the draws."""
+    layer, _ = mixed(0.25, 0.7 - 1e-12)
+    same = copy.deepcopy(layer)
+    for module in (same,):
+        assert isinstance(module.sample, Posterior)
+        module.sample.prior = Prior(kind="standard", sigma=0.7)
+    sums, gradients = [], []
+    for each in (layer, same):
+        pull = Pull(each)
+        pull.begin([(3, member) for member in range(40)])
+        for parameter in each.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            pull.take(parameter, 1.0)
+        sums.append(pull.sums)
+        gradients.append([float(p.grad.mean()) for p in each.parameters()])  # type: ignore
+    # w / sigma^2 of 40 draws: of each gradient by a mean the deviation is s / sigma^2 / sqrt(40).
+    assert float(sums[0][0]) == pytest.approx(float(sums[1][0]), rel=0.02)
+    assert sums[0][1:].tolist() == pytest.approx(sums[1][1:].tolist())
+    assert gradients[0] == pytest.approx(gradients[1], abs=0.03)
+    noise_of_one = (layer.weight.grad - same.weight.grad).std()  # type: ignore[operator]
+    assert float(noise_of_one) == pytest.approx(0.4 / 0.7**2 / 40**0.5, rel=0.05)
+
+
 def test_the_kl_counts_each_weight_once_whatever_is_drawn() -> None:
     """Trap 2: of parts the sum; of members, micro-batches and copies one."""
     model = built("swin")
@@ -666,6 +739,11 @@ def test_the_loss_is_least_at_the_exact_posterior() -> None:
         ({"floor": 0.0}, r"bayes\.floor=0\.0 must be above 0"),
         ({"prior_sigma": -1.0}, r"bayes\.prior_sigma=-1\.0 must be above 0"),
         ({"initial_sigma": 0.0}, r"bayes\.initial_sigma=0\.0 must be above 0"),
+        (
+            {"prior": "mixture", "narrow_sigma": 1.0},
+            r"narrow_sigma=1\.0 is not below bayes\.prior_sigma=1\.0: take a narrower one, or",
+        ),
+        ({"mixture_share": 1.0}, r"bayes\.mixture_share=1\.0 must lie between 0 and 1"),
         ({"cold": -0.1}, r"bayes\.cold=-0\.1 must not be negative"),
         ({"alpha": 1.5}, r"bayes\.alpha=1\.5 must be 0 to 1"),
     ],

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from graticule.assemble import Shapes, build_model, describe, shapes_of_config
-from graticule.config import BeastConfig, Config, from_dict, override
+from graticule.config import BayesConfig, BeastConfig, Config, MeshConfig, from_dict, override
 from graticule.model.beast import Beast
 from graticule.model.draws import Draw, drawing, noise
 from graticule.model.layers import Layer
@@ -187,6 +187,42 @@ def test_noise_has_no_extent_in_space() -> None:
     patches = one.unflatten(-1, (12, 4))  # the inner stage's
     assert (patches - patches[..., :1, :]).abs().max() < 1e-12 * one.abs().max()
     assert (one - other).abs().max() > 1e-2 * one.abs().max()
+
+
+def test_drawn_weights_have_no_extent_in_space_either() -> None:
+    """Trap 10: of noise by row or point, fields that are the same at all longitudes would not
+    stay so; nor is there any in a zero input, whose gradient is finite."""
+    config = Config(
+        model=BeastConfig(**{**MINI, "nice_noise": 0}),
+        bayes=BayesConfig(weights=True, members=2, likelihood="crps", initial_sigma=1.0),
+    )
+    model = build_model(config, SHAPES, dtype=torch.float64)
+    x = torch.randn(2, 7, 21, 1, generator=torch.Generator().manual_seed(0)).double()
+    x = x.expand(-1, -1, -1, 48)
+    one, other = model(x, draw=DRAW), model(x, draw=replace(DRAW, member=5))
+    patches = one.unflatten(-1, (12, 4))
+    assert (patches - patches[..., :1, :]).abs().max() < 1e-11 * one.abs().max()
+    assert (one - other).abs().max() > 1e-2 * one.abs().max()
+    model(torch.zeros_like(x), draw=DRAW).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.isfinite().all(), name
+
+
+def test_groups_of_norms_are_the_configurations_on_every_mesh() -> None:
+    """Trap 15: groups that followed the number of ranks would be another model."""
+    x = torch.randn(2, 7, 21, 48, generator=torch.Generator().manual_seed(0)).double()
+    said = {}
+    for groups in (2, 4, 8):
+        config = Config(model=BeastConfig(**{**MINI, "norm_groups": groups, "nice_noise": 0}))
+        for tensor in (1, 2, 4):
+            laid = replace(config, mesh=MeshConfig(tensor=tensor))
+            model = build_model(laid, SHAPES, dtype=torch.float64)
+            blocks = [b for stage in model.stages.values() for b in stage.blocks]  # type: ignore
+            assert {block.groups for block in blocks} == {groups}
+        said[groups] = model(x)
+    for a, b in ((2, 4), (4, 8)):
+        assert (said[a] - said[b]).abs().max() > 1e-6 * said[a].abs().max()
 
 
 def test_windows_that_span_all_latitudes_are_not_shifted_along_them() -> None:

@@ -267,7 +267,7 @@ def test_a_rule_is_told_with_its_numbers(setting: str, message: str) -> None:
         ("mesh.window=0", "mesh.window=0 must be at least 1"),
         ("mesh.tensor=0", "mesh.tensor=0 must be at least 1"),
         ("mesh.member=0", "mesh.member=0 must be at least 1"),
-        ("mesh.member=2", "mesh.member=2: there are no ensembles to share yet; leave it at 1"),
+        ("mesh.member=2", r"bayes\.members=1 cannot be shared evenly by mesh\.member=2 ranks"),
         ("mesh.fixed_windows=2,2", r"fixed_windows=\(2, 2\) must be two .* is mesh.window=1"),
         ("mesh.fixed_windows=-1,-1", r"fixed_windows=\(-1, -1\) must be two numbers whose"),
         ("mesh.stripe_dim=level", r"mesh\.stripe_dim='level': Input should be 'lat' or 'lon'"),
@@ -346,7 +346,8 @@ def changed(value: Any, path: str) -> list[Any]:
         "evaluate.climatology": ["all", "month"], "evaluate.region": [[0, 1, 2, 3]],
         "evaluate.thresholds": [["x>1"], ["x>1", "y@5<-2.5e-3"]], "evaluate.point": [[45, -30.5]],
         "memory.budget": ["40GiB"], "memory.mode": ["paper", "full", "none"],
-        "bayes.prior": ["scaled", "start"], "bayes.sigma_map": ["exp"], "bayes.alpha": [0.5],
+        "bayes.prior": ["scaled", "start", "mixture"], "bayes.mixture_share": [0.25],
+        "bayes.sigma_map": ["exp"], "bayes.alpha": [0.5],
         "bayes.likelihood": ["gaussian"],
     }  # fmt: skip
     if path in special:

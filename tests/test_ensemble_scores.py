@@ -92,6 +92,37 @@ def test_spread_of_members_like_the_truth_equals_their_error() -> None:
     assert result.excluded == 0
 
 
+@pytest.mark.parametrize(
+    ("num", "raw", "of_deviations"),
+    [(2, 0.817, 0.798), (4, 0.896, 0.923), (8, 0.943, 0.965), (50, 0.992, 0.997)],
+)
+def test_the_ratio_corrects_for_the_number_of_members_and_averages_variances(
+    num: int, raw: float, of_deviations: float
+) -> None:
+    """Of members like the truth, 1 whatever their number; what it would be without the factor
+    sqrt((m + 1) / m), and with deviations averaged in the place of variances."""
+    rng = np.random.default_rng(num)
+    members, truth = rng.normal(size=(num, 500, 120)), rng.normal(size=(500, 120))
+    result = spread_skill(members, truth)
+    assert result.ratio == pytest.approx(1.0, abs=0.01)
+    factor = np.sqrt((num + 1) / num)
+    assert result.ratio / factor == pytest.approx(raw, abs=0.01)
+    biased = factor * members.std(0, ddof=1).mean() / result.rmse
+    assert biased == pytest.approx(of_deviations, abs=0.01)
+
+
+def test_areas_weigh_spread_and_error_alike() -> None:
+    rng = np.random.default_rng(7)
+    sigma, area = np.array([3.0, 1.0] * 30), np.array([0.1, 1.0] * 30)
+    members = sigma * rng.normal(size=(6, 2000, 60))
+    truth = sigma * rng.normal(size=(2000, 60))
+    result = spread_skill(members, truth, area)
+    assert result.ratio == pytest.approx(1.0, abs=0.01)
+    of_mean = (0.1 * 9 + 1) / 1.1
+    assert result.spread**2 == pytest.approx(7 / 6 * of_mean, rel=0.02)
+    assert result.rmse**2 == pytest.approx(7 / 6 * of_mean, rel=0.02)
+
+
 def test_spread_skill_is_as_by_hand() -> None:
     members = np.array([[[1.0]], [[3.0]]])  # variance 2, mean 2
     result = spread_skill(members, np.array([[4.0]]))

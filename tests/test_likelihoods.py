@@ -172,6 +172,12 @@ def test_a_spread_that_is_small_beside_the_field_keeps_its_digits(
     assert (error - bias).abs().max() < 1e-6 * spread * 4
     raw = (x.square().sum(0) - x.sum(0) ** 2 / 96) / 95
     assert ((raw - exact).abs() / exact).median() > 1e-5  # what is avoided
+    if mean / spread == 5000:
+        # Added as members come, half of the variances are negative.
+        total, square = torch.zeros_like(y), torch.zeros_like(y)
+        for member in x:
+            total, square = total + member, square + member.square()
+        assert ((square - total**2 / 96) < 0).double().mean() > 0.3
 
 
 def test_constant_fields_have_no_variance_and_a_finite_score() -> None:
@@ -254,6 +260,24 @@ def test_points_add_up(name: str) -> None:
     assert (sum(halves) - whole).abs().max() < 1e-12 * whole.abs().max()
 
 
+@pytest.mark.parametrize("name", BY_HAND)
+def test_stripes_of_rows_count_by_their_share_of_the_whole_area(name: str) -> None:
+    """Trap 13: divided by what they weigh themselves, columns would do, and rows would not."""
+    (x, y), of = fields(), weights(land=False)
+    y = y + torch.linspace(0, 2, SHAPE[3], dtype=torch.float64)[:, None]  # worse in the south
+    whole = float(scored(name, x, y, of)[0].sum()) / of.total
+    for dim, right in ((-2, False), (-1, True)):
+        parts, means = 0.0, []
+        for ours in (slice(0, SHAPE[dim] // 2), slice(SHAPE[dim] // 2, None)):
+            at = (..., ours, slice(None)) if dim == -2 else (..., ours)
+            here = LossWeights(of.cell[at].contiguous(), of.wet[at].contiguous(), of.total)
+            value = float(scored(name, x[at], y[at], here)[0].sum())
+            parts += value / of.total
+            means.append(value / float(here.cell.double().sum()))
+        assert parts == pytest.approx(whole, rel=1e-12)
+        assert (sum(means) / 2 == pytest.approx(whole, rel=1e-6)) == right
+
+
 # CRPS
 
 
@@ -265,6 +289,41 @@ def test_the_crps_of_one_member_is_the_absolute_error_and_of_two_the_crossover()
     a, b = x
     crossover = ((a - y).abs() + (b - y).abs() - (a - b).abs()) / 2
     assert (two - crossover.sum((0, 1, 3, 4))).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("members", "observed", "plain", "fair", "almost"),
+    [
+        ([1, 3], 2, 0.5, 0.0, 0.025),
+        ([0, 1, 2, 5], 1.5, 0.5, 1 / 6, 0.18333333333333333),
+        ([5, 2, 0, 1], 1.5, 0.5, 1 / 6, 0.18333333333333333),
+        ([7, 7, 7], 5, 2.0, 2.0, 2.0),
+    ],
+)
+def test_the_crps_that_is_trained_is_the_one_that_forecasts_are_scored_by(
+    members: list[float], observed: float, plain: float, fair: float, almost: float
+) -> None:
+    of = LossWeights.of(np.ones((1, 1, 1), bool))
+    x = torch.tensor(members, dtype=torch.float64).reshape(-1, 1, 1, 1, 1, 1)
+    y = torch.full((1, 1, 1, 1, 1), float(observed), dtype=torch.float64)
+    for alpha, expected in ((0.0, plain), (1.0, fair), (0.95, almost)):
+        found, grad = scored("crps", x, y, of, alpha=alpha)
+        assert float(found) == pytest.approx(expected, abs=1e-14)
+        assert grad.isfinite().all()
+
+
+def test_members_that_are_all_the_target_have_a_finite_score_and_no_gradient() -> None:
+    """Cells that are prescribed: no spread, no error, and 0 / 0 nowhere."""
+    (x, y), of = fields(), weights(land=False, area=False)
+    x = x.detach().clone()
+    x[..., 0] = y[..., 0]  # one column
+    for name, each in (("moments", math.log(FLOOR)), ("gaussian", math.log(FLOOR)), ("crps", 0.0)):
+        whole, grad = scored(name, x, y, of)
+        assert grad[..., 0].abs().max() == 0
+        without = LossWeights.of(np.ones((3, SHAPE[3], SHAPE[4] - 1), bool))
+        rest, _ = scored(name, x[..., 1:], y[..., 1:], without)
+        cells = SHAPE[0] * SHAPE[1] * SHAPE[3]
+        assert (whole - rest).tolist() == pytest.approx([each * cells] * 3, abs=1e-9)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.95, 1.0])

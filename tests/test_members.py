@@ -274,6 +274,31 @@ def test_every_mesh_gives_the_numbers_of_one_process(pools: Pools, layout: str) 
             assert several.sent["members"] > 0
 
 
+def _with_prior(prior: Any, layout: str) -> Any:
+    config = config_of("gaussian", layout)
+    # So that its pull is no small part of a gradient.
+    bayes = replace(config.bayes, prior=prior, narrow_sigma=0.05, cold=10.0)
+    return measure(replace(config, bayes=bayes), SHAPES, torch.float64, 0, SAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("prior", "layout"),
+    [
+        ("mixture", "tensor=2"),
+        ("start", "member=2,weights=sharded"),
+        pytest.param("mixture", "member=2,weights=sharded", marks=pytest.mark.slow),
+        pytest.param("start", "tensor=2", marks=pytest.mark.slow),
+    ],
+)
+def test_priors_that_need_draws_or_a_start_are_the_same_on_every_mesh(
+    prior: str, layout: str, pools: Pools
+) -> None:
+    one = Results.joined([_with_prior(prior, "")], SHAPES)
+    several = Results.joined(pools[2].run(_with_prior, prior, layout), SHAPES)
+    worst = several.differences(one)
+    assert max(worst.values()) < 1e-10, worst
+
+
 def _weights_drawn(layout: str) -> dict[str, tuple[tuple[slice, ...], Tensor]]:
     """A member's own weights, as the ranks of a layout hold them."""
     from graticule.model.bayes import weights_of
@@ -300,6 +325,58 @@ def test_ranks_that_share_a_member_draw_parts_of_one_set_of_weights(pools: Pools
             assert rank.keys() == whole.keys()
             for name, (box, value) in rank.items():
                 assert torch.equal(value, whole[name][box]), (layout, name)
+
+
+def _clipped(layout: str) -> tuple[float, dict[str, tuple[tuple[slice, ...], Tensor]]]:
+    """(norm before clipping, each parameter's change) of a step of size 1 clipped to 1e-3."""
+    from graticule.parallel.box import box_of
+    from graticule.parallel.data import local
+
+    config = config_of("gaussian", layout)
+    mesh = Mesh(mesh_of(config.mesh, ranks_of(config)))
+    running = assemble(config, SHAPES, mesh, dtype=torch.float64)
+    here = (..., running.stripes.rows, running.stripes.columns)
+    aim, of = objective(), weights()
+    aim = replace(
+        aim, statics=aim.statics[here],
+        weights=LossWeights(of.cell[here].contiguous(), of.wet[here].contiguous(), of.total),
+    )  # fmt: skip
+    batch = fields()
+    batch.inputs = batch.inputs[here]
+    batch.leads = [(given[here], labels[here]) for given, labels in batch.leads]
+    named = dict(running.model.named_parameters())
+    before = {name: local(p).detach().clone() for name, p in named.items()}
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in named.values():
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    optimizer = torch.optim.SGD([{"params": group} for group in groups.values()], lr=1.0)
+    result = training_step(
+        running.model, aim, [batch], optimizer=optimizer, step=5, samples=SAMPLES,
+        learning_rate=1.0, clip_norm=1e-3, shared=running.shared,
+        ensemble=ensemble_of(config, mesh, running.model, aim, 40),
+    )  # fmt: skip
+    changes = {}
+    for name, parameter in named.items():
+        box = box_of(parameter)
+        assert box is not None
+        changes[name] = box.slices, before[name] - local(parameter).detach()
+    return result.gradient_norm, changes
+
+
+def test_the_norm_that_clips_has_means_and_deviations_once_on_every_mesh(pools: Pools) -> None:
+    """Trap 9: parts are added up, copies are not, and rho is in it."""
+    norm, changes = _clipped("")
+    squares = {name: float(change.square().sum()) for name, (_, change) in changes.items()}
+    assert sum(squares.values()) ** 0.5 == pytest.approx(1e-3, rel=1e-5)
+    assert norm > 1e-2
+    of_rho = sum(value for name, value in squares.items() if name.endswith("_rho"))
+    assert of_rho > 0.01 * sum(squares.values())
+    for layout in ("tensor=2", "member=2,weights=sharded"):
+        for there, parts in pools[2].run(_clipped, layout):
+            assert there == pytest.approx(norm, rel=1e-11)
+            for name, (box, change) in parts.items():
+                wanted = changes[name][1]
+                assert (change - wanted[box]).abs().max() < 1e-12, (layout, name)
 
 
 # Turned samples

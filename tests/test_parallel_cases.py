@@ -5,6 +5,7 @@
 
 import json
 from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from graticule.data.samples import SampleSource
 from graticule.data.statistics import compute
 from graticule.data.store import Store
 from graticule.mesh import SAMPLE, Mesh
+from graticule.model.bayes import weights_of
+from graticule.model.draws import Draw, drawing, noise
 from graticule.parallel.box import box_of
 from graticule.parallel.data import local
 from graticule.parallel.exchange import Link
@@ -29,6 +32,7 @@ from graticule.parallel.launch import laid_out, mesh_of
 from graticule.parallel.layouts import Topology
 from graticule.parallel.local import LocalRanks
 from graticule.parallel.routes import route_windows
+from graticule.recipes import recipe
 from graticule.train.run import Run
 from graticule.train.task import Task
 from graticule.verify import Results, measure
@@ -227,6 +231,81 @@ def test_ranks_of_a_sample_draw_the_same_turn_and_groups_take_other_samples(
     assert not set(first.values()) & set(second.values())
     assert turns[0][0] != turns[1][0]
     assert len({*turns[0][0], *turns[1][0]}) > 3
+
+
+@dataclass
+class Wired:
+    """What a rank is given and draws. noise: by (item, member). weights: by member and name, the
+    part that is here and where that is."""
+
+    group: int
+    keys: list[int]
+    noise: dict[tuple[int, int], Tensor]
+    weights: dict[tuple[int, str], tuple[tuple[slice, ...], Tensor]]
+
+
+def _wired(config: Config) -> Wired:
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = Mesh(mesh_of(config.mesh, size))
+    task = Task.of(config, CPU, mesh)
+    assert task.ensemble is not None
+    found = Wired(mesh.index("data"), [], {}, {})
+    with closing(iter(task.loader(Order(task.train_starts, seed=0), range(4)))) as batches:
+        for batch in batches:
+            found.keys += batch.keys
+            batch.lead()
+    nice = task.model.get_submodule("first.blocks.0.nice")
+    for member in task.ensemble.own:
+        draw = Draw(step=3, member=member, items=tuple(found.keys))
+        drawn = noise(nice.key, draw, 8, "cpu")  # type: ignore[arg-type]
+        found.noise |= {(key, member): row for key, row in zip(found.keys, drawn, strict=True)}
+        with drawing(draw), torch.no_grad():
+            for weight in weights_of(task.model):
+                leaf = weight.name.rpartition(".")[2]
+                box = weight.posterior.boxes.get(leaf, (slice(None),) * weight.mean.dim())
+                value = weight.layer.value(leaf, torch.float32)
+                found.weights[member, weight.name] = box, value
+    return found
+
+
+@pytest.mark.parametrize("layout", ["data=2,member=2", "window=2,tensor=2"])
+def test_ranks_of_a_member_draw_alike_and_members_and_items_differ(
+    layout: str, tmp_path: Path, four: LocalRanks
+) -> None:
+    store = write_store(tmp_path / "store")
+    compute(store, SampleSource(store, DataConfig()).times("train")).save(store)
+    mini = recipe("beast-mini")
+    config = replace(
+        config_of(store), data=DataConfig(store=str(store.path), input_offsets=(-1, 0)),
+        model=replace(mini.model, window=(4, 4), inner_window=(2, 4), nice_noise=8),
+        bayes=replace(mini.bayes, members=2),
+    )  # fmt: skip
+    alone = _wired(config)
+    ranks = four.run(_wired, laid_out(config, layout))
+    # Samples: one list for all ranks of a group, which members share; groups have others.
+    lists = {group: {tuple(r.keys) for r in ranks if r.group == group} for group in (0, 1)}
+    if "data" in layout:
+        assert [len(lists[group]) for group in (0, 1)] == [1, 1]
+        (first,), (second,) = lists[0], lists[1]
+        assert sorted([*first, *second]) == list(range(4))
+    else:
+        assert lists[0] == {tuple(range(4))}
+    # Each draw is that of one process, whoever makes it, and is made by all of its ranks.
+    seen = []
+    for rank in ranks:
+        for key, row in rank.noise.items():
+            assert torch.equal(row, alone.noise[key])
+            seen.append(key)
+        for name, (box, value) in rank.weights.items():
+            assert torch.equal(value, alone.weights[name][1][box]), name
+    times = {seen.count(key) for key in alone.noise}
+    assert times == ({1} if "data" in layout else {4})
+    # No two of them are alike.
+    sums = {float(row.double().sum()) for row in alone.noise.values()}
+    assert len(sums) == len(alone.noise) == 8
+    for (member, name), (_, value) in alone.weights.items():
+        if member:
+            assert not (value == alone.weights[0, name][1]).any(), name
 
 
 def test_a_model_draws_nothing_while_it_computes() -> None:

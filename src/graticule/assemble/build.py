@@ -132,7 +132,12 @@ def unplaced(config: Config, shapes: Shapes, dtype: torch.dtype) -> Model:
         make_bayesian(
             model,
             key=key,
-            prior=Prior(kind=bayes.prior, sigma=bayes.prior_sigma),
+            prior=Prior(
+                kind=bayes.prior,
+                sigma=bayes.prior_sigma,
+                narrow=bayes.narrow_sigma,
+                share=bayes.mixture_share,
+            ),
             sigma_map=bayes.sigma_map,
             initial_sigma=bayes.initial_sigma,
         )

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from graticule.bench import (
+    beast_comm,
     consistency,
     loader,
     memory_best,
@@ -32,6 +33,7 @@ class Bench:
 
 
 BENCHES = {
+    "beast-comm": Bench(beast_comm.TITLE, beast_comm.rows),
     "consistency": Bench(consistency.TITLE, consistency.rows),
     "loader": Bench(loader.TITLE, loader.rows),
     "memory-best": Bench(memory_best.TITLE, memory_best.rows),

@@ -21,10 +21,16 @@ class BayesConfig:
     weights: bool = False
     """Weights have a mean and a deviation each; a forward pass draws them (`model/bayes`). Norms
     and what conditions them keep numbers."""
-    prior: Literal["standard", "scaled", "start"] = "standard"
+    prior: Literal["standard", "scaled", "start", "mixture"] = "standard"
     """`standard`: N(0, prior_sigma^2). `scaled`: N(0, prior_sigma^2 / (3 n)), n products that an
-    output adds up. `start`: N(w, prior_sigma^2) around the weights w that training starts with."""
+    output adds up. `start`: N(w, prior_sigma^2) around the weights w that training starts with.
+    `mixture`: N(0, prior_sigma^2) with the probability `mixture_share`, else N(0, narrow_sigma^2):
+    its KL has no closed form, and is the mean over the draws of the step's members."""
     prior_sigma: float = 1.0
+    narrow_sigma: float = 0.1
+    """Of `mixture`, below `prior_sigma`."""
+    mixture_share: float = 0.5
+    """Of `mixture`, that of the wide Gaussian."""
     cold: float = 1.0
     """Factor of the KL (lambda); below 1 the posterior is a cold one."""
     sigma_map: Literal["softplus", "exp"] = "softplus"
@@ -46,9 +52,19 @@ class BayesConfig:
 
     def __post_init__(self) -> None:
         require(self.members >= 1, f"bayes.members={self.members} must be at least 1")
-        for name in ("prior_sigma", "initial_sigma", "floor"):
+        for name in ("prior_sigma", "narrow_sigma", "initial_sigma", "floor"):
             value = getattr(self, name)
             require(value > 0, f"bayes.{name}={value} must be above 0")
+        require(
+            0 < self.mixture_share < 1,
+            f"bayes.mixture_share={self.mixture_share} must lie between 0 and 1",
+        )
+        require(
+            self.prior != "mixture" or self.narrow_sigma < self.prior_sigma,
+            f"bayes.narrow_sigma={self.narrow_sigma} is not below"
+            f" bayes.prior_sigma={self.prior_sigma}: take a narrower one, or bayes.prior=standard,"
+            " whose KL is exact",
+        )
         require(self.cold >= 0, f"bayes.cold={self.cold} must not be negative")
         require(0 <= self.alpha <= 1, f"bayes.alpha={self.alpha} must be 0 to 1")
         require(

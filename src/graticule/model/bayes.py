@@ -29,7 +29,7 @@ from graticule.model.draws import Pool, current, has_no_values, normal
 from graticule.model.layers import Layer
 
 SigmaMap = Literal["softplus", "exp"]
-PriorKind = Literal["standard", "scaled", "start"]
+PriorKind = Literal["standard", "scaled", "start", "mixture"]
 
 
 def deviation(rho: Tensor, sigma_map: SigmaMap) -> Tensor:
@@ -51,13 +51,27 @@ def rho_of(sigma: float, sigma_map: SigmaMap) -> float:
 class Prior:
     """p(w) of each weight. `standard`: N(0, sigma^2). `scaled`: N(0, sigma^2 / (3 n)), n products
     an output adds up: of sigma 1 the spread of the usual initial values. `start`: N(m, sigma^2)
-    around the means m that `keep_start` kept, those of a pretrained model."""
+    around the means m that `keep_start` kept, those of a pretrained model. `mixture`: N(0, sigma^2)
+    with the probability `share`, else N(0, narrow^2) (Blundell et al., 2015)."""
 
     kind: PriorKind = "standard"
     sigma: float = 1.0
+    narrow: float = 0.1
+    share: float = 0.5
 
     def sigma_of(self, num_sources: int) -> float:
         return self.sigma / math.sqrt(3 * num_sources) if self.kind == "scaled" else self.sigma
+
+    def of_mixture(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        """(-log p, its derivative) of drawn weights."""
+        logs, precisions = [], []
+        for share, sigma in ((self.share, self.sigma), (1 - self.share, self.narrow)):
+            precisions.append(1 / sigma**2)
+            height = math.log(share) - math.log(sigma) - math.log(2 * math.pi) / 2
+            logs.append(w.square().mul_(-precisions[-1] / 2).add_(height))
+        wide = torch.sigmoid(logs[0] - logs[1])  # the probability that it is of the wide one
+        slope = wide.mul_(precisions[0] - precisions[1]).add_(precisions[1]).mul_(w)
+        return torch.logaddexp(*logs).neg_(), slope
 
 
 @dataclass(eq=False, kw_only=True)
@@ -93,11 +107,19 @@ class Posterior:
     def _drawn(self, layer: Layer, leaf: str, dtype: torch.dtype) -> Tensor:
         draw = current()
         mean, rho = layer.held(leaf), layer.held(f"{leaf}_rho")
-        again = partial(self._noise, leaf, draw.words, mean.device)
+        box = self.boxes.get(leaf)
+        again = partial(self.noise, leaf, draw.words, box, mean.device)
         return _Sample.apply(mean, rho, again, self.sigma_map, dtype)
 
-    def _noise(self, leaf: str, words: tuple[int, int], device: torch.device) -> Tensor:
-        key, box = self.keys[leaf], self.boxes.get(leaf)
+    def noise(
+        self,
+        leaf: str,
+        words: tuple[int, int],
+        box: tuple[slice, ...] | None,
+        device: torch.device,
+    ) -> Tensor:
+        """eps of a parameter, or of a box of it: not to be written to."""
+        key = self.keys[leaf]
         if leaf in self.pooled:
             whole = self.pool.normal(key, words, self.shapes[leaf], device)
             return whole if box is None else whole[box].contiguous()
@@ -218,6 +240,21 @@ def weights_of(model: nn.Module) -> Iterator[Weight]:
                     posterior=layer.sample,
                     layer=layer,
                 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PosteriorNames:
+    """What a model's checkpoint holds beside its means: deviations, and means of the prior."""
+
+    deviations: set[str]
+    starts: set[str]
+
+
+def posterior_names(model: nn.Module) -> PosteriorNames:
+    means = [weight.name for weight in weights_of(model)]
+    return PosteriorNames(
+        deviations={f"{name}_rho" for name in means}, starts={f"{name}_start" for name in means}
+    )
 
 
 @contextmanager

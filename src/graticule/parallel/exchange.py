@@ -23,7 +23,7 @@ class Link:
 
     group: of torch; None: this rank alone, which exchanges with itself. method: `all_to_all`, or
     `p2p`: a message for each pair that has something to say (NCCL and gloo).
-    sent: bytes that left this rank so far, by what they were for.
+    sent: bytes that left this rank so far, by what they were for; calls: in how many exchanges.
     """
 
     def __init__(self, group: Any = None, method: Method = "all_to_all") -> None:
@@ -31,6 +31,7 @@ class Link:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.sent: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
 
     def exchange(
         self, packed: Tensor, send: Sequence[int], receive: Sequence[int], what: str
@@ -47,7 +48,7 @@ class Link:
         out = packed.new_empty(sum(receive), *packed.shape[1:])
         if self.size == 1:
             return out
-        self.sent[what] += packed.numel() * packed.element_size()
+        self._count(what, packed.numel() * packed.element_size())
         # Collectives of strided views have returned wrong numbers.
         packed = packed.contiguous()
         if self.method == "all_to_all":
@@ -74,7 +75,7 @@ class Link:
         """(ranks, ...) of all ranks' `x`, all of one shape. Not differentiable."""
         if self.size == 1:
             return x.unsqueeze(0)
-        self.sent[what] += (self.size - 1) * x.numel() * x.element_size()
+        self._count(what, (self.size - 1) * x.numel() * x.element_size())
         out = x.new_empty(self.size, *x.shape)
         if self._is_few(x):
             copies = x.expand(out.shape).contiguous()
@@ -87,7 +88,7 @@ class Link:
         """(ranks, ...) -> our (...) of the sum over the ranks. Not differentiable."""
         if self.size == 1:
             return x[0]
-        self.sent[what] += (self.size - 1) * x[0].numel() * x.element_size()
+        self._count(what, (self.size - 1) * x[0].numel() * x.element_size())
         out = x.new_empty(x.shape[1:])
         if out.numel():
             _reduce_scatter(out, x.flatten(0, 1).contiguous(), group=self.group)
@@ -103,9 +104,13 @@ class Link:
         if self.size > 1 and self._is_few(x):
             x.copy_(self.gather(x, what).sum(0))
         elif self.size > 1 and x.numel():
-            self.sent[what] += 2 * (self.size - 1) * x.numel() * x.element_size() // self.size
+            self._count(what, 2 * (self.size - 1) * x.numel() * x.element_size() // self.size)
             return dist.all_reduce(x, group=self.group, async_op=True).wait
         return _nothing
+
+    def _count(self, what: str, size: int) -> None:
+        self.sent[what] += size
+        self.calls[what] += 1
 
     def _is_few(self, x: Tensor) -> bool:
         """Whether each rank had better send these to each other: of gloo an all-to-all takes the

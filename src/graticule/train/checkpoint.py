@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graticule.model.bayes import posterior_names
 from graticule.parallel.box import box_of
 from graticule.parallel.talk import Talk, everyone
 from graticule.train import parts, seal
@@ -254,15 +255,19 @@ def saved_names(checkpoint: Path, group: str) -> dict[str, tuple[tuple[int, ...]
     return {name: (entry.shape, entry.dtype) for name, entry in found.items()}
 
 
-def load_tensors(checkpoint: Path, group: str, into: Mapping[str, Tensor]) -> None:
+def load_tensors(
+    checkpoint: Path, group: str, into: Mapping[str, Tensor], *, besides: Collection[str] = ()
+) -> None:
     """Fill `into` in place from one group; files are verified first.
 
-    into: whole tensors, or DTensors in any layout: each rank reads its part.
+    into: whole tensors, or DTensors in any layout: each rank reads its part. besides: names that
+    may be there and are not wanted.
     ValueError, the same on all ranks, unless names, shapes and types are the same on both sides;
     it lists the differences.
     """
     talk = everyone()
     files = _saved(checkpoint, group, talk)
+    files = {n: entry for n, entry in files.items() if n in into or n not in besides}
     error: Exception | None = None
     try:
         _require_fit(checkpoint / group, files, into)
@@ -308,12 +313,14 @@ def _require_fit(
 
 @dataclass(frozen=True)
 class Loaded:
-    """Where weights came from. averaged: whether they are the moving average."""
+    """Where weights came from. averaged: whether they are the moving average. deviations: whether
+    those of weights that are distributions came with them."""
 
     checkpoint: Path
     step: int
     averaged: bool
     state: dict[str, Any]
+    deviations: bool = True
 
 
 def load_weights(
@@ -322,19 +329,30 @@ def load_weights(
     channels: Mapping[str, list[str]],
     *,
     prefer_average: bool = True,
+    initial_deviations: bool = False,
 ) -> Loaded:
     """Give `model` the weights of a run (its last checkpoint) or of one checkpoint.
 
     channels: names in order, by role, as `channels_of` gives them for the data at hand. The
     model's input and output channels have no names of their own: another order is an error that
-    prints both, and so is any difference of parameter names and shapes.
+    prints both, and so is any difference of parameter names and shapes. Of weights that are
+    distributions it leaves out what that run's prior was around. initial_deviations: of a
+    checkpoint whose weights are numbers these become the means, and deviations stay as they are.
     """
     checkpoint = find(run_or_checkpoint)
     state = read_state(checkpoint)
     check_channels(state["channels"], channels, str(checkpoint))
     averaged = prefer_average and "average" in groups(checkpoint)
-    load_tensors(checkpoint, "average" if averaged else "model", model.state_dict())
-    return Loaded(checkpoint, int(state["step"]), averaged, state)
+    group, into = "average" if averaged else "model", model.state_dict()
+    of = posterior_names(model)
+    missing = False
+    if initial_deviations and of.deviations:
+        missing = of.deviations.isdisjoint(saved_names(checkpoint, group))
+    # What the prior is around is kept anew, where there is one.
+    left = of.starts | (of.deviations if missing else set())
+    into = {name: value for name, value in into.items() if name not in left}
+    load_tensors(checkpoint, group, into, besides=of.starts)
+    return Loaded(checkpoint, int(state["step"]), averaged, state, not missing)
 
 
 def check_channels(

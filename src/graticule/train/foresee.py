@@ -447,7 +447,7 @@ class Rehearsal:
                 (ensemble.rollouts(1, *given) if ensemble else Differentiated(*given))(batch, sums)
             if self.data == "buffered":
                 batch.label = None
-            running.shared.reduce(ensemble.pulled(1.0) if ensemble else None)
+            running.shared.reduce(ensemble.pulled(1, 1.0) if ensemble else None)
             running.shared.total(sums.sum(1))
             running.shared.scale_(1.0)
             self.optimizer.step()

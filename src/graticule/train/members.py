@@ -64,11 +64,11 @@ class Ensemble:
             for _ in range(leads)
         ]  # fmt: skip
 
-    def pulled(self, loss_scale: float) -> Callable[[nn.Parameter, int], None] | None:
+    def pulled(self, step: int, loss_scale: float) -> Callable[[nn.Parameter, int], None] | None:
         """What adds the prior's gradient to a parameter's, as `SharedWeights.reduce` calls it."""
         if self.pull is None:
             return None
-        self.pull.clear()
+        self.pull.begin([Draw(step=step, member=m).words for m in range(self.num_members)])
         scale = self.kl_scale * loss_scale
         return lambda parameter, copies: self.pull.take(parameter, scale, copies)  # type: ignore
 

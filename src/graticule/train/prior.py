@@ -6,17 +6,25 @@ What is minimised, with N training items, B items in a step and D output values 
 
 The KL belongs to the weights and to no sample, member or rank: its gradient is added once, to the
 gradients that the ranks have summed up.
+
+Of Gaussian priors it is exact. Of others the part with the prior is the mean over draws of the
+weights, those of all the step's members, which any rank makes for what it holds:
+
+    KL = -log s - (1 + log 2 pi) / 2 - mean log p(w),   w = mu + s eps
+    d KL / d mu = -mean (log p)'(w),   d KL / d s = -1 / s - mean (log p)'(w) eps
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from graticule.model.bayes import Weight, deviation, slope, weights_of
+from graticule.model.bayes import Posterior, Prior, Weight, deviation, slope, weights_of
 from graticule.model.draws import has_no_values
 from graticule.model.layers import few
+from graticule.parallel.box import box_of
 from graticule.parallel.data import local
 
 LOST = 2.0**-9
@@ -32,10 +40,9 @@ class Pull:
 
     KL(q || p) = sum of log(sp / s) + (s^2 + (mu - m)^2) / (2 sp^2) - 1/2, which a mean and a
     deviation share out between them, so that each parameter's part can be added as soon as its
-    gradient is there. Of Gaussians it is exact: it has no noise and needs no member. Of split
-    weights the parts add up; of copies one counts.
+    gradient is there. Of split weights the parts add up; of copies one counts.
 
-    sums: (5,) float64 `SUMS` of what was taken so far.
+    sums: (5,) float64 `SUMS` of what was taken since the last `begin`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,9 +51,12 @@ class Pull:
             self._of[weight.mean], self._of[weight.rho] = (weight, False), (weight, True)
         if not self._of:
             raise ValueError("no weight of this model is a distribution: set bayes.weights=true")
-        self.clear()
+        self.begin([(0, 0)])
 
-    def clear(self) -> None:
+    def begin(self, draws: Sequence[tuple[int, int]]) -> None:
+        """Of a step. draws: `Draw.words` of those over which a prior without closed form is
+        averaged."""
+        self._draws = list(draws)
         device = next(iter(self._of)).device
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
 
@@ -70,32 +80,70 @@ class Pull:
         changes = [None] * len(_flat(parameter)) if change is None else _flat(change)
         if has_no_values(local(parameter)):
             return
-        prior, posterior = weight.posterior.prior, weight.posterior
-        sigma = prior.sigma_of(posterior.num_sources)
         parts = _parts(weight.mean, weight.rho, weight.start)
-        for (m, r, c), into in zip(parts, few(changes), strict=True):
-            if is_rho:
-                s = deviation(r, posterior.sigma_map)
-                relative = s / sigma
-                # Together, not one sum less another: near the prior each term is nearly 0.
-                terms = (relative - 1) * (relative + 1) - 2 * torch.log(relative)
+        for (m, r, c), into, eps in zip(parts, few(changes), self._drawn(weight), strict=False):
+            s = deviation(r, weight.posterior.sigma_map) if is_rho or eps is not None else None
+            if eps is None:
+                terms, pull = _exact(weight.posterior, m, s, c)
+            else:
+                assert s is not None
+                terms, pull = _averaged(weight.posterior.prior, m, s, eps, is_rho)
+            sums[0] += terms.sum(dtype=torch.float64)
+            if is_rho and s is not None:
                 sums[3] += s.square().sum(dtype=torch.float64)
                 sums[4] += (s < LOST * m.abs()).sum()
-                if into is not None:
-                    # d KL / d s = s / sp^2 - 1 / s
-                    pull = (s / sigma**2 - 1 / s).mul_(slope(r, posterior.sigma_map))
-                    torch.mul(pull, scale, out=into)
             else:
-                away = m if c is None else m - c
-                terms = (away / sigma).square_()
                 sums[1] += m.numel()
                 sums[2] += m.square().sum(dtype=torch.float64)
-                if into is not None:
-                    torch.mul(away, scale / sigma**2, out=into)
-            sums[0] += terms.sum(dtype=torch.float64) / 2
+            if into is not None:
+                pull = pull.mul_(slope(r, weight.posterior.sigma_map)) if is_rho else pull
+                torch.mul(pull, scale, out=into)
         if gradient is not None and change is not None:
             gradient.add_(change)
         self.sums += sums / copies
+
+    def _drawn(self, weight: Weight) -> Iterator[Tensor | None]:
+        """(draw, number) of each of `_flat`'s parts; None where the prior needs none."""
+        posterior = weight.posterior
+        if posterior.prior.kind != "mixture":
+            return itertools.repeat(None)
+        box, leaf = box_of(weight.mean), weight.name.rpartition(".")[2]
+        assert box is not None, weight.name
+        each = [
+            posterior.noise(leaf, words, box.slices, weight.mean.device).reshape(-1).split(_PART)
+            for words in self._draws
+        ]
+        return (torch.stack(parts) for parts in zip(*each, strict=True))
+
+
+def _exact(
+    posterior: Posterior, mean: Tensor, s: Tensor | None, start: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What the mean (without s) or the deviation s adds to the KL of Gaussians, and the derivative
+    by it."""
+    sigma = posterior.prior.sigma_of(posterior.num_sources)
+    if s is None:
+        away = mean if start is None else mean - start
+        return (away / sigma).square_().div_(2), away / sigma**2
+    relative = s / sigma
+    # Together, not one sum less another: near the prior each term is nearly 0.
+    terms = (relative - 1) * (relative + 1) - 2 * torch.log(relative)
+    return terms.div_(2), s / sigma**2 - 1 / s
+
+
+def _averaged(
+    prior: Prior, mean: Tensor, s: Tensor, draws: Tensor, is_rho: bool
+) -> tuple[Tensor, Tensor]:
+    """The same of a prior that is averaged over draws: with the mean comes the prior's part, with
+    the deviation what the posterior adds."""
+    cost, pull = torch.zeros_like(mean), torch.zeros_like(mean)
+    for eps in draws.to(mean.dtype):
+        of_draw, by_weight = prior.of_mixture(torch.addcmul(mean, s, eps))
+        cost.add_(of_draw, alpha=1 / len(draws))
+        pull.add_(by_weight.mul_(eps) if is_rho else by_weight, alpha=1 / len(draws))
+    if is_rho:
+        return torch.log(s).add_((1 + math.log(2 * math.pi)) / 2).neg_(), pull.sub_(1 / s)
+    return cost, pull
 
 
 def posterior_sums(model: nn.Module) -> Tensor:

@@ -62,6 +62,12 @@ class Run:
             self.started_from = checkpoint.weights_of(loaded.checkpoint)
             kind = "averaged" if loaded.averaged else "last"
             _log.info("starting from the %s weights of %s", kind, loaded.checkpoint)
+            if not loaded.deviations:
+                _log.info(
+                    "these weights are numbers: here they are means, and deviations start at"
+                    " bayes.initial_sigma=%g",
+                    task.config.bayes.initial_sigma,
+                )
             theirs = loaded.state["fingerprints"]["statistics"]
             if theirs != task.fingerprints["statistics"]:
                 _log.warning(
@@ -87,7 +93,7 @@ class Run:
             if theirs.get(key) != ours[key]
         )
         try:
-            loaded = checkpoint.load_weights(found, model, channels)
+            loaded = checkpoint.load_weights(found, model, channels, initial_deviations=True)
         except ValueError as error:
             if not other:
                 raise

@@ -136,7 +136,7 @@ def training_step(
         rollout(batch, sums)
 
     with span("communication"):
-        shared.reduce(ensemble.pulled(scale) if ensemble else None)
+        shared.reduce(ensemble.pulled(step, scale) if ensemble else None)
         others = torch.tensor([len(seen), tell], dtype=torch.float64, device=sums.device)
         parts = [sums.sum(1) / weight, others]
         if dynamic_scale:

@@ -15,6 +15,7 @@ from graticule.config import Config
 from graticule.forecast.rollout import rollout
 from graticule.keyed import keyed
 from graticule.mesh import Mesh, Stripes
+from graticule.model.bayes import keep_start
 from graticule.parallel.box import box_of
 from graticule.parallel.data import local
 from graticule.parallel.launch import mesh_of, ranks_of
@@ -187,6 +188,8 @@ def measure(
     assert samples.start < batch, f"a batch of {batch} leaves some of mesh.data without a sample"
     objective = _objective(config, shapes, stripes, dtype)
     ensemble = ensemble_of(config, mesh, running.model, objective, samples=1)
+    if config.bayes.weights and config.bayes.prior == "start":
+        keep_start(running.model)
 
     def made_up(number: int = 0) -> _Fields:
         return _made_up(config, shapes, samples, stripes, dtype, number)
