@@ -412,9 +412,17 @@ def test_a_validation_score_is_the_same_whenever_it_is_asked() -> None:
     model, aim = built(config), objective()
     ensemble = ensemble_of(config, Mesh(), model, aim, 40)
     assert ensemble is not None
-    first = ensemble.errors(model, aim, fields())
+    told = list(ensemble.forecast(model, aim, fields()))
+    first = torch.stack([errors for *_, errors in told])
     assert first.shape == (LEADS, 3)
-    assert torch.equal(ensemble.errors(model, aim, fields()), first)
+    again = list(ensemble.forecast(model, aim, fields()))
+    assert torch.equal(torch.stack([errors for *_, errors in again]), first)
+    members = ensemble.members(0, [3, 8], [], model, aim)
+    each = [[field for field, _ in member.forecast(fields())] for member in members]
+    for lead, (mean, labels, _) in enumerate(told):
+        assert torch.equal(labels, fields().leads[lead][1])
+        wanted = torch.stack([fields_of[lead] for fields_of in each]).mean(0)
+        assert (mean - wanted).abs().max() < 1e-14
     training, _ = stepped(config, [fields()])
     found = (first.sum(1) / aim.weight(SAMPLES)).tolist()
     # Other draws of the same weights: another number, of the same kind.

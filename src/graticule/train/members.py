@@ -11,6 +11,7 @@ One draw of the weights holds for all samples, micro-batches and leads of a step
 for each item and lead anew.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -101,14 +102,24 @@ class Ensemble:
         ]  # fmt: skip
 
     @torch.no_grad()
-    def errors(self, model: nn.Module, objective: Objective, batch: MicroBatch) -> Tensor:
-        """(lead, channel) float64 score sums of a batch, our share, of a forecast whose gradient
-        nobody takes. The draws are those of no optimizer step, the same whenever they are asked."""
+    def forecast(
+        self, model: nn.Module, objective: Objective, batch: MicroBatch
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(the members' mean, labels, score sums) of leads 1, 2, ... of a batch, the first two
+        normalised; the sums are our share. The draws are those of no optimizer step, the same
+        whenever they are asked for. Ranks that share members take part together."""
         scores = self.scores(objective.weights, objective.leads)
         again = _Again(batch)
-        for member in self.members(0, batch.keys, scores, model, objective):
-            member.listen(again.begun())
-        return torch.stack([score.settle() for score in scores])
+        members = self.members(0, batch.keys, scores, model, objective)
+        runs = [member.forecast(again.begun()) for member in members]
+        for score, together in zip(scores, zip(*runs, strict=True), strict=True):
+            stored = together[0][1]
+            labels = objective.labels(objective.on_device(stored))
+            mean = torch.zeros_like(together[0][0])
+            for number, (predicted, _) in enumerate(together):
+                score.of(predicted, labels, number)
+                mean += predicted / self.num_members
+            yield self.link.sum(mean, "members"), labels, score.settle()
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,19 +229,32 @@ class _Again:
     """A micro-batch whose leads are read once and given to each member."""
 
     def __init__(self, batch: MicroBatch) -> None:
-        self.keys, self.inputs, self.init_times = batch.keys, batch.inputs, batch.init_times
-        self._batch, self._data, self._next = batch, list[tuple[Tensor, Tensor]](), 0
+        self.batch, self._data = batch, list[tuple[Tensor, Tensor]]()
 
-    def begun(self) -> "_Again":
-        """Itself, from the first lead on."""
-        self._next = 0
-        return self
+    def begun(self) -> "_Reading":
+        """It, from the first lead on."""
+        return _Reading(self)
+
+    def lead(self, number: int) -> tuple[Tensor, Tensor]:
+        """From 0 on, by whoever comes first."""
+        if number == len(self._data):
+            self._data.append(self.batch.lead())
+        return self._data[number]
+
+
+class _Reading:
+    """What one member sees of a micro-batch."""
+
+    def __init__(self, of: _Again) -> None:
+        self.keys, self.inputs, self.init_times = (
+            of.batch.keys,
+            of.batch.inputs,
+            of.batch.init_times,
+        )
+        self._leads = map(of.lead, itertools.count())
 
     def lead(self) -> tuple[Tensor, Tensor]:
-        self._next += 1
-        if self._next > len(self._data):
-            self._data.append(self._batch.lead())
-        return self._data[self._next - 1]
+        return next(self._leads)
 
 
 def ensemble_of(

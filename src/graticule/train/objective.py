@@ -95,12 +95,6 @@ class Objective:
             errors = errors + self.differences.errors(predicted, labels, self.weights.wet)
         return errors
 
-    def errors(self, model: nn.Module, batch: MicroBatch) -> Iterator[Tensor]:
-        """Error sums of leads 1, 2, ..., as `error` gives them: of a forecast, whose gradient
-        nobody takes."""
-        states = self.inputs(self.on_device(batch.inputs))
-        return (error for *_, error in self.forecast(model, states, batch))
-
     def forecast(
         self, model: nn.Module, states: Tensor, batch: MicroBatch
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -148,16 +148,22 @@ class Task:
         self.model.eval()
         with torch.no_grad(), closing(self.batches(starts, self.objective.leads)) as batches:
             for batch, counts in batches:
-                total += self._errors(batch).sum() * counts
+                for *_, errors in self.forecast(batch):
+                    total += errors.sum() * counts
         self.model.train()
         total = Link(self.running.mesh.group()).sum(total, "validation")
         return total.item() / self.objective.weight(len(starts))
 
-    def _errors(self, batch: Batch) -> Tensor:
-        """(lead, channel) float64 error sums of a batch, this rank's part."""
+    def forecast(
+        self, batch: Batch, leads: int | None = None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(predicted, labels, error sums) of each lead of a batch, as `Objective.forecast` gives
+        them; of members the first is their mean. leads: None: as many as in training."""
+        objective = self.objective if leads is None else replace(self.objective, leads=leads)
         if self.ensemble:
-            return self.ensemble.errors(self.model, self.objective, batch)
-        return torch.stack(list(self.objective.errors(self.model, batch)))
+            return self.ensemble.forecast(self.model, objective, batch)
+        states = objective.inputs(objective.on_device(batch.inputs))
+        return objective.forecast(self.model, states, batch)
 
     def batches(self, starts: np.ndarray, leads: int) -> Generator[tuple[Batch, bool], None, None]:
         """This rank's share of samples that start there, and whether a batch counts.

@@ -215,7 +215,9 @@ class _Rollouts:
         losses = torch.zeros(most, dtype=torch.float64, device=task.device)
         squares = losses.new_zeros(len(self.leads), channels)
         persistence = losses.new_zeros(len(self.leads), known)
-        ranks = task.running.mesh.sizes["data"]
+        mesh = task.running.mesh
+        # The mean of all members is on each rank that shares them.
+        ranks, tells = mesh.sizes["data"], mesh.index("member") == 0
         batches = math.ceil(
             math.ceil(len(self.starts) / ranks) / math.ceil(task.config.train.batch / ranks)
         )
@@ -224,11 +226,11 @@ class _Rollouts:
             for number, (batch, counts) in enumerate(given):
                 states = self.objective.inputs(self.objective.on_device(batch.inputs))
                 newest = states[:, -1:]
-                leads = self.objective.forecast(task.model, states, batch)
+                leads = task.forecast(batch, most)
                 for lead, (predicted, labels, errors) in enumerate(leads, start=1):
                     if counts:
                         losses[lead - 1] += errors.sum()
-                    if counts and lead in self.leads:
+                    if counts and lead in self.leads and tells:
                         place, last = self.leads.index(lead), labels[:, -1:]
                         squares[place] += _squares(predicted[:, -1:], last, self.weights)
                         persistence[place] += _squares(newest, last[:, :, :known], self.known)
