@@ -61,6 +61,15 @@ class Prior:
         return self.sigma / math.sqrt(3 * num_sources) if self.kind == "scaled" else self.sigma
 
 
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """What a parameter `rho` says, as long as it does not change: s and ds / d rho."""
+
+    rho: Tensor
+    deviation: Tensor
+    slope: Tensor
+
+
 @dataclass(eq=False, kw_only=True)
 class Posterior:
     """What a layer's weights are drawn by; a layer's `sample`.
@@ -81,6 +90,12 @@ class Posterior:
     pool: Pool = field(default_factory=Pool)
     pooled: frozenset[str] = frozenset()
     kept: dict[str, tuple[Any, Tensor]] | None = None
+    spreads: dict[str, Spread] = field(default_factory=dict)
+
+    def spread(self, leaf: str, rho: Tensor) -> Spread | None:
+        """Of a parameter, if it is known and this is its rho, not a part or a copy of it."""
+        known = self.spreads.get(leaf)
+        return known if known is not None and known.rho is rho else None
 
     def __call__(self, layer: Layer, leaf: str, dtype: torch.dtype) -> Tensor:
         if self.kept is None:
@@ -97,7 +112,7 @@ class Posterior:
         # What is traced has no values: it is neither taken from what is kept nor kept.
         pooled = leaf in self.pooled and not isinstance(mean, FakeTensor)
         again = partial(self._noise, leaf, draw.words, mean.device, pooled)
-        return _Sample.apply(mean, rho, again, self.sigma_map, dtype)
+        return _Sample.apply(mean, rho, again, self.sigma_map, dtype, self.spread(leaf, rho))
 
     def _noise(
         self, leaf: str, words: tuple[int, int], device: torch.device, pooled: bool
@@ -117,17 +132,19 @@ class Posterior:
 
 
 class _Sample(torch.autograd.Function):
-    """mu + s eps; keeps rho, which is the model's, and nothing else."""
+    """mu + s eps; keeps rho, which is the model's, and nothing else. known: of this rho."""
 
     @staticmethod
     def forward(
         ctx: Any, mean: Tensor, rho: Tensor, again: Callable[[], Tensor], sigma_map: SigmaMap,
-        dtype: torch.dtype,
+        dtype: torch.dtype, known: Spread | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(rho)
-        ctx.again, ctx.sigma_map = again, sigma_map
+        ctx.again, ctx.sigma_map, ctx.known = again, sigma_map, known
         if mean.is_meta:
             return torch.empty_like(mean, dtype=dtype)
+        if known is not None:
+            return (known.deviation * again()).add_(mean).to(dtype)
         return deviation(rho, sigma_map).mul_(again()).add_(mean).to(dtype)
 
     @staticmethod
@@ -136,8 +153,12 @@ class _Sample(torch.autograd.Function):
         (rho,) = ctx.saved_tensors
         grad = grad.to(rho.dtype)
         if rho.is_meta:
-            return grad, torch.empty_like(rho), None, None, None
-        return grad, slope(rho, ctx.sigma_map).mul_(ctx.again()).mul_(grad), None, None, None
+            return grad, torch.empty_like(rho), None, None, None, None
+        if ctx.known is not None:
+            through = ctx.known.slope * ctx.again()
+        else:
+            through = slope(rho, ctx.sigma_map).mul_(ctx.again())
+        return grad, through.mul_(grad), None, None, None, None
 
 
 def make_bayesian(
@@ -190,9 +211,14 @@ class Weight:
     layer: Layer
 
     @property
+    def leaf(self) -> str:
+        """Its name in its layer."""
+        return self.name.rpartition(".")[2]
+
+    @property
     def start(self) -> Tensor | None:
         """The mean of the prior `start`, once it is there."""
-        return getattr(self.layer, f"{self.name.rpartition('.')[2]}_start", None)
+        return getattr(self.layer, f"{self.leaf}_start", None)
 
 
 def weights_of(model: nn.Module) -> Iterator[Weight]:
@@ -225,6 +251,34 @@ def keeping(model: nn.Module) -> Iterator[None]:
     finally:
         for posterior in posteriors:
             posterior.kept = None
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Within the block nobody changes weights: the deviations of small tensors are made once, all
+    together, and not for each member and pass, which would cost more than the rest of a small
+    model's step. The bits are the same. Of shards, and of what is traced, none is kept."""
+    small: dict[tuple[SigmaMap, torch.dtype, torch.device], list[Weight]] = {}
+    for weight in weights_of(model):
+        whole = type(weight.rho) is nn.Parameter and weight.leaf in weight.posterior.pooled
+        if whole and not weight.rho.is_meta:
+            kind = weight.posterior.sigma_map, weight.rho.dtype, weight.rho.device
+            small.setdefault(kind, []).append(weight)
+    for (sigma_map, *_), weights in small.items():
+        with torch.no_grad():
+            every = torch.cat([weight.rho.flatten() for weight in weights])
+            sizes = [weight.rho.numel() for weight in weights]
+            both = (f(every, sigma_map).split(sizes) for f in (deviation, slope))
+        for weight, s, by_rho in zip(weights, *both, strict=True):
+            shape = weight.rho.shape
+            known = Spread(weight.rho, s.view(shape), by_rho.view(shape))
+            weight.posterior.spreads[weight.leaf] = known
+    try:
+        yield
+    finally:
+        for weights in small.values():
+            for weight in weights:
+                weight.posterior.spreads.clear()
 
 
 @torch.no_grad()

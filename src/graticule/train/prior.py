@@ -70,9 +70,10 @@ class Pull:
         prior, posterior = weight.posterior.prior, weight.posterior
         sigma = prior.sigma_of(posterior.num_sources)
         parts = _parts(weight.mean, weight.rho, weight.start)
+        known = posterior.spread(weight.leaf, weight.rho)  # of a small tensor, which is one part
         for (m, r, c), into in zip(parts, few(changes), strict=True):
             if is_rho:
-                s = deviation(r, posterior.sigma_map)
+                s = deviation(r, posterior.sigma_map) if known is None else known.deviation.view(-1)
                 relative = s / sigma
                 # Together, not one sum less another: near the prior each term is nearly 0.
                 terms = (relative - 1) * (relative + 1) - 2 * torch.log(relative)
@@ -80,7 +81,10 @@ class Pull:
                 sums[4] += (s < LOST * m.abs()).sum()
                 if into is not None:
                     # d KL / d s = s / sp^2 - 1 / s
-                    pull = (s / sigma**2 - 1 / s).mul_(slope(r, posterior.sigma_map))
+                    by_rho = (
+                        slope(r, posterior.sigma_map) if known is None else known.slope.view(-1)
+                    )
+                    pull = (s / sigma**2 - 1 / s).mul_(by_rho)
                     torch.mul(pull, scale, out=into)
             else:
                 away = m if c is None else m - c

@@ -18,6 +18,7 @@ costs microseconds, and a step has a few for each lead.
 import itertools
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +31,7 @@ from graticule.forecast.rollout import at_sea, model_input, next_states
 from graticule.memory.apply import Memory
 from graticule.memory.trace import span
 from graticule.mesh import Mesh
+from graticule.model.bayes import unchanged
 from graticule.parallel.data import SharedWeights
 from graticule.train.dynamic_scale import DynamicScale
 from graticule.train.objective import MicroBatch, Objective
@@ -129,21 +131,22 @@ def training_step(
     given = model, objective, factors * (scale / weight), memory or Memory()
     rollout = ensemble.rollouts(step, *given) if ensemble else Differentiated(*given)
     pull = ensemble.pull if ensemble else None
-    for batch in _ranged(batches, itertools.repeat("data wait")):
-        seen += batch.init_times
-        rollout(batch, sums)
-
-    with span("communication"):
-        shared.reduce(ensemble.pulled(scale) if ensemble else None)
-        others = torch.tensor([len(seen), tell], dtype=torch.float64, device=sums.device)
-        parts = [sums.sum(1) / weight, others]
-        if dynamic_scale:
-            parts += [(sums * factors).sum().reshape(1) / weight, sums[0] * (channels / weight)]
-        if pull:
-            parts.append(pull.sums)
-        totals, norm = shared.total(torch.cat(parts))
-        # The only wait for the device in a step.
-        *found, gradient_norm = torch.cat([totals, norm.reshape(1)]).tolist()
+    with unchanged(model) if pull else nullcontext():
+        for batch in _ranged(batches, itertools.repeat("data wait")):
+            seen += batch.init_times
+            rollout(batch, sums)
+        with span("communication"):
+            shared.reduce(ensemble.pulled(scale) if ensemble else None)
+            others = torch.tensor([len(seen), tell], dtype=torch.float64, device=sums.device)
+            parts = [sums.sum(1) / weight, others]
+            if dynamic_scale:
+                parts += [(sums * factors).sum().reshape(1) / weight]
+                parts += [sums[0] * (channels / weight)]
+            if pull:
+                parts.append(pull.sums)
+            totals, norm = shared.total(torch.cat(parts))
+            # The only wait for the device in a step.
+            *found, gradient_norm = torch.cat([totals, norm.reshape(1)]).tolist()
     lead_losses, (came, told), scaled = found[:leads], found[leads : leads + 2], found[leads + 2 :]
     gradient_norm /= scale
     posterior = None
