@@ -6,6 +6,7 @@ from typing import Any
 
 from graticule.bench import (
     consistency,
+    ensembles,
     loader,
     memory_best,
     memory_paper,
@@ -32,6 +33,7 @@ class Bench:
 
 BENCHES = {
     "consistency": Bench(consistency.TITLE, consistency.rows),
+    "ensembles": Bench(ensembles.TITLE, ensembles.rows),
     "loader": Bench(loader.TITLE, loader.rows),
     "memory-best": Bench(memory_best.TITLE, memory_best.rows),
     "memory-paper": Bench(memory_paper.TITLE, memory_paper.rows),

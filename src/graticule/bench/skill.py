@@ -7,14 +7,15 @@ more leads) and at equal steps (as the paper did).
 """
 
 import itertools
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from graticule.bench.planet import planet_in
+from graticule.bench.results import kept
 from graticule.bench.rows import Row, Setting
 from graticule.config import Config
 from graticule.data.store import write_json
@@ -141,17 +142,8 @@ def _span(leads: Sequence[int]) -> str:
 
 def _seed(setting: Setting, store: Path, out: Path, seed: int) -> dict[str, Any]:
     """By run: normalised RMSE of the model and of the references by lead, and what it cost."""
-    results: dict[str, Any] = {}
-    for name, config in configs(store, out, seed).items():
-        path = out / f"{name}.json"
-        if path.exists():
-            results[name] = json.loads(path.read_text())
-            if results[name]["fingerprint"] != config.fingerprint:
-                raise ValueError(
-                    f"{path} is of another configuration than {name} has now; remove {out}, or"
-                    " name another folder with --out"
-                )
-            continue
+
+    def made(name: str, config: Config) -> dict[str, Any]:
         steps, leads = config.train.steps, config.train.leads
         setting.say(f"seed {seed}, {name}: {steps} steps of {leads} leads")
         run = out / name
@@ -159,15 +151,18 @@ def _seed(setting: Setting, store: Path, out: Path, seed: int) -> dict[str, Any]
             seconds = trained_run(config, run, progress=progress)
         forecast, _ = forecast_of(run)
         scores = evaluate_forecast(forecast)
-        results[name] = {
-            "fingerprint": config.fingerprint,
+        rmse = scores.normalised().tolist()
+        setting.say(f"  RMSE at the last lead {rmse[-1]:.4f}")
+        return {
             "steps": steps,
             "leads": leads,
             "seconds": seconds,
-            "rmse": scores.normalised().tolist(),
+            "rmse": rmse,
             "persistence": scores.normalised("persistence").tolist(),
             "climatology": scores.normalised("climatology").tolist(),
         }
-        write_json(path, results[name])
-        setting.say(f"  RMSE at the last lead {results[name]['rmse'][-1]:.4f}")
-    return results
+
+    return {
+        name: kept(out, name, config.fingerprint, partial(made, name, config))
+        for name, config in configs(store, out, seed).items()
+    }
