@@ -22,11 +22,11 @@ MODEL = BeastConfig(
     norm_groups=4,
 )  # fmt: skip
 BATCH, MEMBERS = 8, 2
-FIRST_STEPS, STEPS = 360, 120
+FIRST_STEPS, STEPS = 220, 180
 """Of an ensemble: steps of one member, then of `MEMBERS`."""
 DEEP = 4
 """Runs of the deep ensemble, each with an equal share of the compute."""
-LEADS, EVERY = 3, 4
+LEADS, EVERY = 2, 4
 """Model steps of 24 hours, and which initial times of the test run forecasts start from."""
 
 Kind = Literal["both", "weights", "noise"]
@@ -47,15 +47,17 @@ def configs(stores: dict[int, Path], out: Path, seed: int) -> dict[str, Config]:
 
     stores: by percentage of the training runs, 100 among them. `both`, `weights`, `noise`: weights
     that are drawn, norms that hear noise, or both; `NAME-first` is what NAME starts from, trained
-    with the absolute error of one member. `weights-10`: of a tenth of the training runs. `twin`:
-    nothing is drawn. `deep-K`: the same from other first weights, for a fraction of the steps.
+    with the absolute error of one member. `weights-10-first`: of a tenth of the training runs, like
+    `weights-first` otherwise. `twin`: nothing is drawn. `deep-K`: the same from other first
+    weights, for a fraction of the steps.
     """
     runs: dict[str, Config] = {}
     kinds: tuple[Kind, ...] = ("both", "weights", "noise")
     for kind in kinds:
         runs |= _ensemble(kind, kind, stores[100], out, seed)
     for percent in sorted(SHARES):
-        runs |= _ensemble(f"weights-{percent}", "weights", stores[percent], out, seed)
+        of_some = _ensemble(f"weights-{percent}", "weights", stores[percent], out, seed)
+        runs[f"weights-{percent}-first"] = of_some[f"weights-{percent}-first"]
     steps = compute() // step_passes(1)
     runs["twin"] = _twin("twin", stores[100], seed, steps)
     for number in range(DEEP):
@@ -72,7 +74,7 @@ def _base(name: str, store: Path, seed: int, steps: int) -> Config:
         data=replace(base.data, store=str(store), grid=(PLANET.num_lat, PLANET.num_lon)),
         model=MODEL,
         train=replace(
-            base.train, steps=steps, batch=BATCH, learning_rate=2e-3, final_learning_rate=1e-5,
+            base.train, steps=steps, batch=BATCH, learning_rate=2e-3, final_learning_rate=5e-4,
             warmup_steps=max(1, steps // 20), ema_decay=0.99, seed=seed,
         ),
         forecast=replace(base.forecast, leads=LEADS, every=EVERY),
@@ -90,9 +92,7 @@ def _ensemble(name: str, kind: Kind, store: Path, out: Path, seed: int) -> dict[
     bayes = BayesConfig(weights=kind != "noise", likelihood="crps", alpha=0.0)
     base = _base(f"{name}-first", store, seed, FIRST_STEPS)
     first = replace(base, model=model, bayes=bayes)
-    train = replace(
-        _base(name, store, seed, STEPS).train, learning_rate=1e-3,
-        start_from=str(out / f"{name}-first"),
-    )  # fmt: skip
+    train = _base(name, store, seed, STEPS).train
+    train = replace(train, start_from=str(out / f"{name}-first"))
     bayes = replace(bayes, members=MEMBERS, alpha=0.95)
     return {first.name: first, name: replace(first, name=name, train=train, bayes=bayes)}

@@ -131,7 +131,8 @@ def interval(
 
     statistic: of the positions of the times that are drawn. hours: between two initial times.
     """
-    length = min(num_inits, max(1, round(BLOCK_HOURS / hours)))
+    # At least two blocks: of one there is nothing to draw.
+    length = max(1, min(num_inits // 2, round(BLOCK_HOURS / hours)))
     draw = keyed(0, "bootstrap", num_inits, length)
     blocks = -(-num_inits // length)
     found = []

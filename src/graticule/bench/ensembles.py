@@ -84,8 +84,8 @@ def _seed(setting: Setting, stores: dict[int, Path], out: Path, seed: int) -> Re
 
     def made(name: str, config: Config) -> dict[str, Any]:
         trained(name, config)
-        if name.endswith("-first"):
-            return {}
+        if name in ("both-first", "noise-first"):
+            return {}  # others start from them
         path = forecast(name, config, "forecast.zarr", MEMBERS)
         (scores,) = scored([path], truth)
         told = read_metrics(out / name)[-1]
@@ -167,8 +167,9 @@ def _comparisons(results: list[Result], score: str, name: str) -> list[Row]:
 
 
 def _data(results: list[Result]) -> list[Row]:
-    """The spread of weights, and of forecasts by weights alone, with more training runs."""
-    order = [*(f"weights-{percent}" for percent in sorted(SHARES)), "weights"]
+    """The spread of weights, and of forecasts by weights alone, with more training runs: after the
+    steps of one member, whose error pulls weights together and whose prior pulls them apart."""
+    order = [*(f"weights-{percent}-first" for percent in sorted(SHARES)), "weights-first"]
     percents = [*sorted(SHARES), 100]
 
     def spread(result: Result, name: str) -> float:
