@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graticule.bench import Setting, ensemble_runs, ensembles, run
+from graticule.bench import Setting, ensemble_runs, ensemble_sums, ensembles, run
 from graticule.bench.ensemble_sums import Members, interval, mean_over
 from graticule.data.demo import write_demo_store
 from graticule.data.planet import Planet
@@ -108,6 +108,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"DEEP": 2, "EVERY": 4, "MEMBERS": 3, "MANY": 8, "MANY_EVERY": 4,
                         "SIZES": (2, 4, 8)}.items():  # fmt: skip
         monkeypatch.setattr(ensembles, name, value)
+    monkeypatch.setattr(ensemble_sums, "RESAMPLES", 50)
 
 
 @pytest.mark.usefixtures("short")
