@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from graticule.model.bayes import (
     make_bayesian,
     rho_of,
     slope,
+    unchanged,
     weights_of,
 )
 from graticule.model.draws import Draw, drawing, noise, normal, philox
@@ -407,6 +409,39 @@ def test_gradients_of_recomputed_units_are_those_of_kept_ones_bit_for_bit(family
     for name, a, b in zip(names, grads["kept"], grads["recomputed"], strict=True):
         assert torch.equal(a, b), name
         assert a.abs().max() > 0 or "bias" in name, name
+
+
+@pytest.mark.parametrize("sigma_map", MAPS)
+def test_deviations_that_are_made_once_change_no_bit(sigma_map: Any) -> None:
+    """Of a layer's output, gradients and KL; and a deviation that changed is made anew."""
+    found: list[list[Tensor]] = []
+    for once in (False, True):
+        layer = Linear(50, 7)  # sizes that end within a vector register
+        make_bayesian(layer, key=len, sigma_map=sigma_map)
+        generator = torch.Generator().manual_seed(4)
+        for parameter in layer.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+        pull, x = Pull(layer), torch.randn(3, 50, generator=generator)
+        told: list[Tensor] = []
+        for _ in range(2):
+            pull.clear()
+            for parameter in layer.parameters():
+                parameter.grad = None
+            with unchanged(layer) if once else nullcontext(), drawing(DRAW):
+                assert bool(layer.sample.spreads) == once  # type: ignore[union-attr]
+                out = layer(x)
+                out.square().sum().backward()
+                for parameter in layer.parameters():
+                    pull.take(parameter, 0.1)
+            told += [out, pull.sums, *(p.grad for p in layer.parameters() if p.grad is not None)]
+            with torch.no_grad():
+                layer.weight_rho += 0.1
+        assert not layer.sample.spreads  # type: ignore[union-attr]
+        assert len(told) == 2 * (2 + 4)
+        assert not torch.equal(told[0], told[6])
+        found.append(told)
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_a_rollouts_gradient_goes_through_one_draw_of_weights() -> None:

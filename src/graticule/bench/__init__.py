@@ -7,6 +7,7 @@ from typing import Any
 from graticule.bench import (
     beast_comm,
     consistency,
+    ensembles,
     loader,
     memory_best,
     memory_paper,
@@ -35,6 +36,7 @@ class Bench:
 BENCHES = {
     "beast-comm": Bench(beast_comm.TITLE, beast_comm.rows),
     "consistency": Bench(consistency.TITLE, consistency.rows),
+    "ensembles": Bench(ensembles.TITLE, ensembles.rows),
     "loader": Bench(loader.TITLE, loader.rows),
     "memory-best": Bench(memory_best.TITLE, memory_best.rows),
     "memory-paper": Bench(memory_paper.TITLE, memory_paper.rows),

@@ -1,13 +1,12 @@
 """What a bench trains: each run once, and what it measured of it. What is there is kept."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from graticule.bench.results import kept
 from graticule.bench.rows import Setting
 from graticule.config import Config
-from graticule.data.store import write_json
 from graticule.tasks import evaluate_forecast, forecast_of, trained_run
 
 
@@ -25,25 +24,16 @@ def measured(
     A stopped one goes on: training from its checkpoint. told: what the words say before the name.
     ValueError where what is kept is of another configuration.
     """
-    path, run = out / f"{config.name}.json", out / config.name
-    if path.exists():
-        kept: dict[str, Any] = json.loads(path.read_text())
-        if kept["fingerprint"] != config.fingerprint:
-            raise ValueError(
-                f"{path} is of another configuration than {config.name} has now; remove {out}, or"
-                " name another folder with --out"
-            )
-        return kept
-    steps, leads = config.train.steps, config.train.leads
-    setting.say(f"{told}{config.name}: {steps} steps of {leads} leads")
-    with setting.bar(config.name, "steps") as progress:
-        seconds = trained_run(config, run, progress=progress)
-    result = {
-        "fingerprint": config.fingerprint, "steps": steps, "leads": leads, "seconds": seconds,
-        **measure(run),
-    }  # fmt: skip
-    write_json(path, result)
-    return result
+    run = out / config.name
+
+    def made() -> dict[str, Any]:
+        steps, leads = config.train.steps, config.train.leads
+        setting.say(f"{told}{config.name}: {steps} steps of {leads} leads")
+        with setting.bar(config.name, "steps") as progress:
+            seconds = trained_run(config, run, progress=progress)
+        return {"steps": steps, "leads": leads, "seconds": seconds, **measure(run)}
+
+    return kept(out, config.name, config.fingerprint, made)
 
 
 def rmse_by_lead(run: Path) -> dict[str, list[float]]:

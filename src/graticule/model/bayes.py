@@ -74,6 +74,15 @@ class Prior:
         return torch.logaddexp(*logs).neg_(), slope
 
 
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """What a parameter `rho` says, as long as it does not change: s and ds / d rho."""
+
+    rho: Tensor
+    deviation: Tensor
+    slope: Tensor
+
+
 @dataclass(eq=False, kw_only=True)
 class Posterior:
     """What a layer's weights are drawn by; a layer's `sample`.
@@ -94,6 +103,12 @@ class Posterior:
     pool: Pool = field(default_factory=Pool)
     pooled: frozenset[str] = frozenset()
     kept: dict[str, tuple[Any, Tensor]] | None = None
+    spreads: dict[str, Spread] = field(default_factory=dict)
+
+    def spread(self, leaf: str, rho: Tensor) -> Spread | None:
+        """Of a parameter, if it is known and this is its rho, not a part or a copy of it."""
+        known = self.spreads.get(leaf)
+        return known if known is not None and known.rho is rho else None
 
     def __call__(self, layer: Layer, leaf: str, dtype: torch.dtype) -> Tensor:
         if self.kept is None:
@@ -109,7 +124,7 @@ class Posterior:
         mean, rho = layer.held(leaf), layer.held(f"{leaf}_rho")
         box = self.boxes.get(leaf)
         again = partial(self.noise, leaf, draw.words, box, mean.device)
-        return _Sample.apply(mean, rho, again, self.sigma_map, dtype)
+        return _Sample.apply(mean, rho, again, self.sigma_map, dtype, self.spread(leaf, rho))
 
     def noise(
         self,
@@ -134,19 +149,21 @@ class Posterior:
 
 
 class _Sample(torch.autograd.Function):
-    """mu + s eps; keeps rho, which is the model's, and nothing else."""
+    """mu + s eps; keeps rho, which is the model's, and nothing else. known: of this rho."""
 
     @staticmethod
     def forward(
         ctx: Any, mean: Tensor, rho: Tensor, again: Callable[[], Tensor], sigma_map: SigmaMap,
-        dtype: torch.dtype,
+        dtype: torch.dtype, known: Spread | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(rho)
-        ctx.again, ctx.sigma_map = again, sigma_map
+        ctx.again, ctx.sigma_map, ctx.known = again, sigma_map, known
         out = torch.empty(mean.shape, dtype=dtype, device=mean.device)
         if has_no_values(mean):
             torch.empty_like(mean, dtype=torch.float32)  # what was drawn
             return out
+        if known is not None:
+            return out.copy_((known.deviation * again()).add_(mean))
         for w, m, r, eps in zip(*map(_parts, (out, mean, rho, again())), strict=True):
             w.copy_(deviation(r, sigma_map).mul_(eps).add_(m))
         return out
@@ -159,10 +176,12 @@ class _Sample(torch.autograd.Function):
         d_rho = torch.empty_like(rho)
         if has_no_values(rho):
             torch.empty_like(rho, dtype=torch.float32)
-            return grad, d_rho, None, None, None
-        for d, r, eps, g in zip(*map(_parts, (d_rho, rho, ctx.again(), grad)), strict=True):
-            torch.mul(slope(r, ctx.sigma_map).mul_(eps), g, out=d)
-        return grad, d_rho, None, None, None
+        elif ctx.known is not None:
+            torch.mul(ctx.known.slope * ctx.again(), grad, out=d_rho)
+        else:
+            for d, r, eps, g in zip(*map(_parts, (d_rho, rho, ctx.again(), grad)), strict=True):
+                torch.mul(slope(r, ctx.sigma_map).mul_(eps), g, out=d)
+        return grad, d_rho, None, None, None, None
 
 
 _PART = 2**17
@@ -223,9 +242,14 @@ class Weight:
     layer: Layer
 
     @property
+    def leaf(self) -> str:
+        """Its name in its layer."""
+        return self.name.rpartition(".")[2]
+
+    @property
     def start(self) -> Tensor | None:
         """The mean of the prior `start`, once it is there."""
-        return getattr(self.layer, f"{self.name.rpartition('.')[2]}_start", None)
+        return getattr(self.layer, f"{self.leaf}_start", None)
 
 
 def weights_of(model: nn.Module) -> Iterator[Weight]:
@@ -273,6 +297,34 @@ def keeping(model: nn.Module) -> Iterator[None]:
     finally:
         for posterior in posteriors:
             posterior.kept = None
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Within the block nobody changes weights: the deviations of small tensors are made once, all
+    together, and not for each member and pass, which would cost more than the rest of a small
+    model's step. The bits are the same. Of shards, and of what is traced, none is kept."""
+    small: dict[tuple[SigmaMap, torch.dtype, torch.device], list[Weight]] = {}
+    for weight in weights_of(model):
+        whole = type(weight.rho) is nn.Parameter and weight.leaf in weight.posterior.pooled
+        if whole and not weight.rho.is_meta:
+            kind = weight.posterior.sigma_map, weight.rho.dtype, weight.rho.device
+            small.setdefault(kind, []).append(weight)
+    for (sigma_map, *_), weights in small.items():
+        with torch.no_grad():
+            every = torch.cat([weight.rho.flatten() for weight in weights])
+            sizes = [weight.rho.numel() for weight in weights]
+            both = (f(every, sigma_map).split(sizes) for f in (deviation, slope))
+        for weight, s, by_rho in zip(weights, *both, strict=True):
+            shape = weight.rho.shape
+            known = Spread(weight.rho, s.view(shape), by_rho.view(shape))
+            weight.posterior.spreads[weight.leaf] = known
+    try:
+        yield
+    finally:
+        for weights in small.values():
+            for weight in weights:
+                weight.posterior.spreads.clear()
 
 
 @torch.no_grad()

@@ -99,19 +99,20 @@ def beast_mini() -> Config:
 
 def beast_demo() -> Config:
     """A small BEAST of the demo planet, which has a state each six hours: 12 and 24 hours ahead
-    from now and 12 hours ago, 8 members."""
+    from now and 12 hours ago, 4 members. A step is of a second or so of one core; `bench
+    ensembles` trains its like on a coarser planet, one member first and then several."""
     base = demo()
     return replace(
         base,
         name="beast-demo",
         data=replace(base.data, input_offsets=(-1, 0), output_offsets=(1, 2), stride=2),
         model=BeastConfig(
-            width=64, depth=2, inner_depth=2, heads=4, inner_heads=8, window=(8, 8),
-            inner_window=(6, 8), norm_groups=8,
+            width=32, depth=1, inner_depth=2, heads=2, inner_heads=4, window=(8, 8),
+            inner_window=(6, 8), norm_groups=4,
         ),
         train=replace(
             base.train, loss="mse", batch=4, learning_rate=1e-3, final_learning_rate=1e-5,
             weight_decay=0.0,
         ),
-        bayes=BayesConfig(weights=True, members=8, likelihood="crps"),
+        bayes=BayesConfig(weights=True, members=4, likelihood="crps"),
     )  # fmt: skip

@@ -81,8 +81,12 @@ class Pull:
         if has_no_values(local(parameter)):
             return
         parts = _parts(weight.mean, weight.rho, weight.start)
+        known = weight.posterior.spread(weight.leaf, weight.rho)  # of a small tensor: one part
+        sigma_map = weight.posterior.sigma_map
         for (m, r, c), into, eps in zip(parts, few(changes), self._drawn(weight), strict=False):
-            s = deviation(r, weight.posterior.sigma_map) if is_rho or eps is not None else None
+            s = None
+            if is_rho or eps is not None:
+                s = known.deviation.view(-1) if known else deviation(r, sigma_map)
             if eps is None:
                 terms, pull = _exact(weight.posterior, m, s, c)
             else:
@@ -96,7 +100,8 @@ class Pull:
                 sums[1] += m.numel()
                 sums[2] += m.square().sum(dtype=torch.float64)
             if into is not None:
-                pull = pull.mul_(slope(r, weight.posterior.sigma_map)) if is_rho else pull
+                if is_rho:
+                    pull = pull.mul_(known.slope.view(-1) if known else slope(r, sigma_map))
                 torch.mul(pull, scale, out=into)
         if gradient is not None and change is not None:
             gradient.add_(change)

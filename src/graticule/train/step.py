@@ -18,6 +18,7 @@ costs microseconds, and a step has a few for each lead.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from graticule.memory.apply import Memory
 from graticule.memory.trace import span
 from graticule.mesh import Mesh
+from graticule.model.bayes import unchanged
 from graticule.model.family import Model
 from graticule.parallel.data import SharedWeights
 from graticule.train.dynamic_scale import DynamicScale
@@ -131,21 +133,22 @@ def training_step(
     rollout = ensemble.rollouts(step, *given) if ensemble else Differentiated(*given)
     pull = ensemble.pull if ensemble else None
     before = _statistics(model)
-    for batch in _ranged(batches, itertools.repeat("data wait")):
-        seen += batch.init_times
-        rollout(batch, sums)
-
-    with span("communication"):
-        shared.reduce(ensemble.pulled(step, scale) if ensemble else None)
-        others = torch.tensor([len(seen), tell], dtype=torch.float64, device=sums.device)
-        parts = [sums.sum(1) / weight, others]
-        if dynamic_scale:
-            parts += [(sums * factors).sum().reshape(1) / weight, sums[0] * (channels / weight)]
-        if pull:
-            parts.append(pull.sums)
-        totals, norm = shared.total(torch.cat(parts))
-        # The only wait for the device in a step.
-        *found, gradient_norm = torch.cat([totals, norm.reshape(1)]).tolist()
+    with unchanged(model) if pull else nullcontext():
+        for batch in _ranged(batches, itertools.repeat("data wait")):
+            seen += batch.init_times
+            rollout(batch, sums)
+        with span("communication"):
+            shared.reduce(ensemble.pulled(step, scale) if ensemble else None)
+            others = torch.tensor([len(seen), tell], dtype=torch.float64, device=sums.device)
+            parts = [sums.sum(1) / weight, others]
+            if dynamic_scale:
+                parts += [(sums * factors).sum().reshape(1) / weight]
+                parts += [sums[0] * (channels / weight)]
+            if pull:
+                parts.append(pull.sums)
+            totals, norm = shared.total(torch.cat(parts))
+            # The only wait for the device in a step.
+            *found, gradient_norm = torch.cat([totals, norm.reshape(1)]).tolist()
     lead_losses, (came, told), scaled = found[:leads], found[leads : leads + 2], found[leads + 2 :]
     gradient_norm /= scale
     posterior = None

@@ -1,0 +1,152 @@
+"""The bench of ensembles on a tiny planet: equal compute, scores by initial time, resuming."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from graticule.bench import Setting, ensemble_runs, ensemble_sums, ensembles, run
+from graticule.bench.ensemble_sums import Members, interval, mean_over
+from graticule.data.demo import write_demo_store
+from graticule.data.planet import Planet
+from graticule.tasks import evaluate_forecast
+
+TINY = Planet(num_lat=24, num_lon=48, num_runs=3, samples_per_run=16, dt_seconds=720)
+STORES = {percent: Path(f"planet-{percent}") for percent in (10, 30, 100)}
+
+
+def passes(config: Any) -> int:
+    return config.train.steps * ensemble_runs.step_passes(config.bayes.members)
+
+
+def test_all_that_is_compared_has_the_same_compute() -> None:
+    runs = ensemble_runs.configs(STORES, Path("out"), seed=3)
+    names = ("both", "weights", "noise")
+    ours = {passes(runs[name]) + passes(runs[f"{name}-first"]) for name in names}
+    deep = [runs[f"deep-{number}"] for number in range(ensemble_runs.DEEP)]
+    assert ours == {passes(runs["twin"])} == {sum(map(passes, deep))}
+    # A member that is differentiated costs 3; all but the last are heard once more before.
+    assert [ensemble_runs.step_passes(m) for m in (1, 2, 4)] == [3, 7, 15]
+
+
+def test_runs_differ_in_what_they_are_named_after() -> None:
+    runs = ensemble_runs.configs(STORES, Path("out"), seed=3)
+    both, twin = runs["both"], runs["twin"]
+    assert both.train.start_from == "out/both-first"
+    assert runs["both-first"].bayes.members == 1
+    assert (both.bayes.weights, runs["weights"].bayes.weights, runs["noise"].bayes.weights) == (
+        True, True, False,
+    )  # fmt: skip
+    assert runs["weights"].model == replace(both.model, nice_noise=0) == twin.model
+    assert runs["noise"].model == both.model
+    assert not twin.bayes.draws
+    firsts = [runs[f"{name}-first"] for name in ("weights-10", "weights-30", "weights")]
+    assert [first.data.store for first in firsts] == ["planet-10", "planet-30", "planet-100"]
+    assert len({(first.bayes, first.model, first.train.steps) for first in firsts}) == 1
+    seeds = [runs[f"deep-{number}"].train.seed for number in range(ensemble_runs.DEEP)]
+    assert len(set(seeds)) == ensemble_runs.DEEP
+    other = ensemble_runs.configs(STORES, Path("out"), seed=4)
+    assert not set(seeds) & {other[f"deep-{n}"].train.seed for n in range(ensemble_runs.DEEP)}
+
+
+def drawn(num: int, inits: int = 40, spread: float = 1.0) -> Members:
+    """Scores of members and a truth that are all standard normal, at 500 points each."""
+    generator = np.random.default_rng(num)
+    x = spread * generator.standard_normal((num, inits, 1, 500))
+    y = generator.standard_normal((inits, 1, 500))
+    pairs = np.abs(x[:, None] - x[None]).sum((0, 1)) / (num * (num - 1))
+    return Members(
+        num, ((x.mean(0) - y) ** 2).mean(-1), x.var(0, ddof=1).mean(-1),
+        np.abs(x - y).mean((0, -1)), pairs.mean(-1),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num", [2, 4, 16])
+def test_of_members_like_the_truth_spread_is_error_and_the_fair_crps_the_exact_one(
+    num: int,
+) -> None:
+    found = drawn(num)
+    assert found.spread_skill() == pytest.approx(1, abs=0.03)
+    assert found.crps().mean() == pytest.approx(1 / np.sqrt(np.pi), rel=0.02)
+    assert found.crps(fair=False).mean() > found.crps().mean()
+    assert drawn(num, spread=0.5).spread_skill() < 0.85
+
+
+def test_a_mean_over_seeds_is_of_the_scores() -> None:
+    one, two = drawn(4), drawn(4, spread=2.0)
+    assert np.allclose(mean_over([one, two]).square, (one.square + two.square) / 2)
+    assert Members.from_dict(json.loads(json.dumps(one.to_dict()))).rmse() == one.rmse()
+
+
+def test_an_interval_covers_and_is_wider_where_times_follow_each_other() -> None:
+    values = np.repeat(np.random.default_rng(0).standard_normal(10), 3)  # three alike in a row
+    low, high = interval(lambda some: float(values[some].mean()), 30, hours=24)
+    assert low < values.mean() < high
+    alone = interval(lambda some: float(values[some].mean()), 30, hours=72)
+    assert high - low > 1.2 * (alone[1] - alone[0])
+
+
+@pytest.fixture(scope="module")
+def planet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ensembles")
+    write_demo_store(folder / "planet.zarr", TINY, workers=1)
+    for percent in (10, 30):
+        (folder / f"planet-{percent}.zarr").symlink_to(folder / "planet.zarr")
+    return folder
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replace(ensemble_runs.MODEL, width=8, inner_depth=1, heads=1, inner_heads=1,
+                    norm_groups=2, nice_noise=4)  # fmt: skip
+    for name, value in {"MODEL": model, "BATCH": 1, "FIRST_STEPS": 3, "STEPS": 3, "DEEP": 2,
+                        "LEADS": 1, "EVERY": 4}.items():  # fmt: skip
+        monkeypatch.setattr(ensemble_runs, name, value)
+    for name, value in {"DEEP": 2, "EVERY": 4, "MEMBERS": 3, "MANY": 8, "MANY_EVERY": 4,
+                        "SIZES": (2, 4, 8)}.items():  # fmt: skip
+        monkeypatch.setattr(ensembles, name, value)
+    monkeypatch.setattr(ensemble_sums, "RESAMPLES", 50)
+
+
+@pytest.mark.usefixtures("short")
+def test_rows_are_of_the_scored_forecasts_and_a_second_run_computes_nothing_again(
+    planet: Path,
+) -> None:
+    said: list[str] = []
+    result = json.loads(json.dumps(run("ensembles", Setting(say=said.append, out=planet))))
+    rows = {row["what"]: row for row in result["rows"]}
+    assert list(rows) == [
+        "spread/error 12 h", "spread/error 24 h", "RMSE 12 h, twin", "RMSE 24 h, twin",
+        "RMSE 12 h, deep", "RMSE 24 h, deep", "fair CRPS 12 h, twin", "fair CRPS 24 h, twin",
+        "fair CRPS 12 h, deep", "fair CRPS 24 h, deep", "weight spread, 30 % of data",
+        "weight spread, 100 % of data", "forecast spread, 30 % of data",
+        "forecast spread, 100 % of data", "spread/error, weights", "fair CRPS, weights",
+        "spread/error, noise", "fair CRPS, noise", "RMSE^2 = a + b/m", "RMSE falls with m",
+        "fair CRPS flat in m", "CRPS falls with m",
+    ]  # fmt: skip
+    for row in rows.values():
+        assert np.isfinite(row["ratio"]), row
+    scores = evaluate_forecast(planet / "seed-0" / "both" / "forecast.zarr")
+    assert scores.ensemble is not None
+    std = np.array(json.loads((planet / "planet.zarr/statistics.json").read_text())["std"])
+    crps = (scores.ensemble.crps("fair") / std).mean(1)
+    assert rows["fair CRPS 24 h, twin"]["ours"] == pytest.approx(crps[1], rel=1e-5)
+    rmse = np.sqrt((scores.ensemble.rmse() ** 2 / std**2).mean(1))
+    assert rows["RMSE 12 h, deep"]["ours"] == pytest.approx(rmse[0], rel=1e-5)
+    twin = evaluate_forecast(planet / "seed-0" / "twin" / "forecast.zarr").normalised()
+    assert rows["RMSE 24 h, twin"]["against"] == pytest.approx(twin[1], rel=0.05)
+    assert sum("steps" in text for text in said) == 11
+    again: list[str] = []
+    repeated = run("ensembles", Setting(say=again.append, out=planet))
+    assert not again
+    assert [row["ours"] for row in repeated["rows"]] == [row["ours"] for row in result["rows"]]
+    # What was stopped between a forecast and its scores is scored, and not trained again.
+    (planet / "seed-0" / "both.json").unlink()
+    weights = planet / "seed-0" / "both" / "run.json"
+    before = weights.stat().st_mtime_ns
+    third = run("ensembles", Setting(out=planet))
+    assert [row["ours"] for row in third["rows"]] == [row["ours"] for row in result["rows"]]
+    assert weights.stat().st_mtime_ns == before
