@@ -5,15 +5,18 @@ from pathlib import Path
 from graticule.bench.rows import Setting
 from graticule.data.basin import Ocean
 from graticule.data.demo import write_demo_store, write_ocean_store
+from graticule.data.planet import Planet
 
 
-def planet_in(out: Path, setting: Setting) -> Path:
-    """The demo planet's store, simulated unless it is there."""
-    store = out / "planet.zarr"
+def planet_in(
+    out: Path, setting: Setting, planet: Planet | None = None, name: str = "planet"
+) -> Path:
+    """A planet's store, simulated unless it is there; by default the demo's."""
+    store = out / f"{name}.zarr"
     if not store.exists():
-        setting.say("simulating the planet")
+        setting.say(f"simulating the {name}")
         with setting.bar("simulating", "samples") as progress:
-            write_demo_store(store, progress=progress)
+            write_demo_store(store, planet, progress=progress)
     return store
 
 
