@@ -424,7 +424,7 @@ def test_deviations_that_are_made_once_change_no_bit(sigma_map: Any) -> None:
         pull, x = Pull(layer), torch.randn(3, 50, generator=generator)
         told: list[Tensor] = []
         for _ in range(2):
-            pull.clear()
+            pull.begin([])
             for parameter in layer.parameters():
                 parameter.grad = None
             with unchanged(layer) if once else nullcontext(), drawing(DRAW):
