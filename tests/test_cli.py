@@ -362,7 +362,7 @@ def test_a_training_that_cannot_keep_to_its_budget_never_starts(
         (["evaluate", "none.zarr"], "none.zarr: no forecast there"),
         (
             ["bench", "stp"],
-            "no bench 'stp'; there are consistency, ensembles, loader, memory-best, memory-paper,",
+            "no bench 'stp'; there are beast-comm, consistency, ensembles, loader, memory-best,",
         ),
         (["demo", "--set", "train.stepz=2"], "did you mean train.steps?"),
     ],

@@ -26,8 +26,8 @@ from graticule.forecast.predict import Predictor
 from graticule.forecast.reader import open_forecast
 from graticule.forecast.restart import FOLDER, kept
 from graticule.forecast.schedule import Places, shared_out, shares, turns
-from graticule.model import bayes
-from graticule.model.draws import Draw, normal
+from graticule.model.bayes import Posterior
+from graticule.model.draws import Draw
 from graticule.parallel.local import LocalRanks, RankError
 from graticule.tasks import evaluate_forecast
 from member_case import CONFIG, EVERY, LEADS, STARTS, Killed, Points, beast, fields, on_ranks, run
@@ -123,11 +123,13 @@ def test_a_members_weights_are_drawn_once_and_let_go(
 ) -> None:
     drawn: list[tuple[int, int]] = []
 
-    def counted(key: int, words: tuple[int, int], *rest: Any) -> Tensor:
-        drawn.append(words)
-        return normal(key, words, *rest)
+    noise = Posterior.noise
 
-    monkeypatch.setattr(bayes, "normal", counted)
+    def counted(self: Posterior, leaf: str, words: tuple[int, int], *rest: Any) -> Tensor:
+        drawn.append(words)
+        return noise(self, leaf, words, *rest)
+
+    monkeypatch.setattr(Posterior, "noise", counted)
     model = Points()
     run(str(store.path), tmp_path / "f.nc", model, members=2)
     assert drawn == [(0, 0)] * 2 + [(0, 1)] * 2  # weight and bias

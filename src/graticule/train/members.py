@@ -27,6 +27,7 @@ from graticule.memory.apply import Memory
 from graticule.memory.trace import span
 from graticule.mesh import Mesh
 from graticule.model.draws import Draw
+from graticule.model.family import Model
 from graticule.parallel.exchange import Link
 from graticule.train.likelihoods import Likelihood, Score, score_of
 from graticule.train.loss import LossWeights
@@ -195,7 +196,8 @@ class Member(Differentiated):
 
     def _compute(self, lead: int, x: Tensor, run: Sequence[Any]) -> Tensor:
         draw = replace(self.draw, lead=lead)
-        say = partial(self.model, added=False, draw=draw)
+        said = {"added": False} if isinstance(self.model, Model) else {}
+        say = partial(self.model, draw=draw, **said)
         if self.roll_seed is None:
             return say(x, *run)
         columns = x.shape[-1]
