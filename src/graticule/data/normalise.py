@@ -33,6 +33,9 @@ class Normaliser(nn.Module):
     _centre: Tensor
     _gain: Tensor
     _rest: Tensor
+    _gains: Tensor
+    _rests: Tensor
+    _seas: Tensor
     _land: Tensor
     _constant: Tensor
 
@@ -164,14 +167,20 @@ class Normaliser(nn.Module):
                     place.nan_to_num_(0.0, 0.0, 0.0)
                 bits.bitwise_and_(seas[of])
 
-    @cached_property
+    @property
     def _by_cell(self) -> tuple[Tensor, Tensor, Tensor]:
         """(channel, cell) gain and rest, and int32 with all bits set at sea, none where a channel
         is constant. Of two columns to broadcast addcmul takes 2.5 times as long, and a mask of
         bools takes 15 times as long as bits."""
-        there = self.wet.flatten(1) & ~self._constant[..., 0]
-        gain, rest = (c[..., 0].expand(there.shape).contiguous() for c in (self._gain, self._rest))
-        return gain, rest, -there.to(torch.int32)
+        if "_gains" not in self._buffers:
+            there = self.wet.flatten(1) & ~self._constant[..., 0]
+            gain, rest = (
+                c[..., 0].expand(there.shape).contiguous() for c in (self._gain, self._rest)
+            )
+            self.register_buffer("_gains", gain, persistent=False)
+            self.register_buffer("_rests", rest, persistent=False)
+            self.register_buffer("_seas", -there.to(torch.int32), persistent=False)
+        return self._gains, self._rests, self._seas
 
     @cached_property
     def _sea(self) -> list[Tensor | None]:
