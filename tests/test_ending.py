@@ -16,7 +16,7 @@ from graticule.memory.plan import Plan, Segment
 from graticule.memory.trace import trace_memory
 from graticule.mesh import Mesh
 from graticule.train import loss
-from graticule.train.ending import States, ending
+from graticule.train.ending import States, Wanted, ending
 from graticule.train.loss import LossWeights
 from graticule.train.objective import Objective, as_stored
 from graticule.train.step import training_step
@@ -136,10 +136,8 @@ def test_where_a_lead_ends_nothing_wide_is_whole_but_states(
     x, peak = _peak(states, lambda: states.input(torch.empty(1, 1, 0, rows, columns), torch.half))
     assert x.dtype is torch.half
     assert 2 * values <= peak <= (2 + 1) * values + few  # the mask is met
-    done, peak = _peak(
-        states,
-        lambda: ending(None, states, lambda: network, labels, after=False, fed=True, learns=True),
-    )
+    wanted = Wanted(after=False, fed=True, learns=True)
+    done, peak = _peak(states, lambda: ending(None, states, lambda: network, labels, wanted))
     # The sign of the error; labels, what the network says and the mask are met there.
     assert values <= peak <= (1 + 4 + 2 + 1) * values + few
     factors, gradient = torch.ones(channels, dtype=torch.float64), torch.randn(one)

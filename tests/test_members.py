@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -29,12 +29,13 @@ from graticule.mesh import Mesh
 from graticule.model.draws import Draw
 from graticule.model.family import Model
 from graticule.parallel.launch import laid_out, mesh_of, ranks_of
-from graticule.train.foresee import Rehearsal, foresee
+from graticule.train.foresee import foresee
 from graticule.train.loss import LossWeights
 from graticule.train.members import Ensemble, ensemble_of
 from graticule.train.objective import Objective, as_stored
+from graticule.train.rehearsal import Rehearsal
 from graticule.train.step import StepResult, training_step
-from graticule.verify.measure import Results, measure
+from graticule.verify.measure import Fields, Results, measure
 from pools import Pools
 
 SHAPES = Shapes(
@@ -57,20 +58,6 @@ def config_of(likelihood: Any, layout: str = "", **train: Any) -> Config:
         ),
     )  # fmt: skip
     return laid_out(config, layout) if layout else config
-
-
-@dataclass
-class Fields:
-    keys: list[int]
-    inputs: Tensor
-    leads: list[tuple[Tensor, Tensor]]
-
-    @property
-    def init_times(self) -> list[int]:
-        return self.keys
-
-    def lead(self) -> tuple[Tensor, Tensor]:
-        return self.leads.pop(0)
 
 
 def fields(keys: Sequence[int] = (3, 8)) -> Fields:

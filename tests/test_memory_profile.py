@@ -20,7 +20,8 @@ from graticule.memory.profile import profile_step
 from graticule.memory.trace import trace_memory
 from graticule.mesh import Mesh
 from graticule.parallel.launch import laid_out, mesh_of
-from graticule.train.foresee import Rehearsal, foresee, leads_together
+from graticule.train.foresee import foresee
+from graticule.train.rehearsal import Rehearsal, leads_together
 from pools import Pools
 
 SHAPES = Shapes(

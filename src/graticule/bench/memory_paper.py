@@ -41,7 +41,8 @@ from graticule.memory.published import (
     lead_of,
     offloading,
 )
-from graticule.train.foresee import DataPath, foresee
+from graticule.train.foresee import foresee
+from graticule.train.rehearsal import DataPath
 
 TITLE = (
     "memory of TERRA's small model over ten leads, traced and planned here, against the published"

@@ -183,37 +183,39 @@ class Ending(Protocol):
         """The gradient of the states before the lead. inner: of what the network was given."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Of a lead's ending. after: whether the states after the lead are wanted. fed: whether their
+    gradient will come. learns: whether that of the states before it is wanted."""
+
+    after: bool
+    fed: bool
+    learns: bool
+
+
 def ending(
     model: Any,
     states: States,
     say: Callable[[], Tensor],
     labels: Tensor,
+    wanted: Wanted,
     *,
-    after: bool,
-    fed: bool,
-    learns: bool,
     error: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Ending:
     """Of a lead. say: what the network says, with its graph; not the caller's, who would hold it.
-    labels: stored ones. after: whether the states after the lead are wanted. fed: whether their
-    gradient will come. learns: whether that of the states before it is wanted. error: of what is
-    predicted and stored labels, (channel,) float64, where it is not the objective's own."""
+    labels: stored ones. error: of what is predicted and stored labels, (channel,) float64, where it
+    is not the objective's own."""
     objective = states.objective
     if error or objective.kind == "published mae" or objective.differences is not None:
-        return _Whole(
-            model, states, say, labels, after=after, fed=fed, learns=learns,
-            error=error or objective.error,
-        )  # fmt: skip
-    return _ByChannel(states, say(), labels, after=after, learns=learns)
+        return _Whole(model, states, say, labels, wanted, error or objective.error)
+    return _ByChannel(states, say(), labels, wanted)
 
 
 class _ByChannel:
     """See the module."""
 
-    def __init__(
-        self, states: States, said: Tensor, labels: Tensor, *, after: bool, learns: bool
-    ) -> None:
-        objective, self._learns = states.objective, learns
+    def __init__(self, states: States, said: Tensor, labels: Tensor, wanted: Wanted) -> None:
+        objective, self._learns = states.objective, wanted.learns
         # Not the states: they, or what they are made from, go when the caller lets them.
         self._rules = replace(states, first=states.first.new_empty(0), said=())
         self._out: list[Tensor] = []
@@ -231,7 +233,7 @@ class _ByChannel:
                 planes = states.some(sample, some)
                 self._dtype = planes[-1].dtype
                 predicted = states.predicted(planes, predicted)
-                if after:
+                if wanted.after:
                     if self.after is None:
                         self.after = planes[-1].new_empty(self._states)
                     planes = states.at_sea(states.newest(planes, predicted), some)
@@ -302,21 +304,13 @@ class _Whole:
     members are scored by fields, and what the published program keeps is what this keeps."""
 
     def __init__(
-        self,
-        model: Any,
-        states: States,
-        say: Callable[[], Tensor],
-        labels: Tensor,
-        *,
-        after: bool,
-        fed: bool,
-        learns: bool,
-        error: Callable[[Tensor, Tensor], Tensor],
-    ) -> None:
+        self, model: Any, states: States, say: Callable[[], Tensor], labels: Tensor,
+        wanted: Wanted, error: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:  # fmt: skip
         objective, said = states.objective, say()
         before = (states if states.in_memory else states.whole()).first
         self._states, self._dtype, self._given = before.shape, before.dtype, list[Tensor]()
-        if learns:
+        if wanted.learns:
             before = given(before, self._given)
         predicted = states.after_saying(model, before, said)
         del said
@@ -324,11 +318,11 @@ class _Whole:
         self._edges = [get_gradient_edge(errors)]
         self.errors = errors.detach()
         self.after: Tensor | None = None
-        if after or fed:
+        if wanted.after or wanted.fed:
             next_ones = next_states(before, predicted, objective.num_prognostic)
-            if fed:
+            if wanted.fed:
                 self._edges.append(get_gradient_edge(next_ones))
-            self.after = next_ones.detach() if after else None
+            self.after = next_ones.detach() if wanted.after else None
 
     def roots(self, factors: Tensor, gradient: Tensor | None) -> Roots:
         return self._edges, [factors] if gradient is None else [factors, gradient]

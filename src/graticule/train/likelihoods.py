@@ -44,7 +44,7 @@ PART = 2**20
 class Score:
     """Of one lead of a micro-batch: what its members' deviations come to.
 
-    num_members: of all ranks, of which `own` are heard here, numbered from 0 in `hear`. link: the
+    num_members: of all ranks, of which `own` are heard here, numbered from 0 in `of`. link: the
     ranks that share the members, each with as many, in order.
     """
 

@@ -29,11 +29,11 @@ from graticule.mesh import Mesh
 from graticule.model.draws import Draw
 from graticule.model.family import Model
 from graticule.parallel.exchange import Link
+from graticule.train.differentiated import Differentiated
 from graticule.train.likelihoods import Likelihood, Score, score_of
 from graticule.train.loss import LossWeights
 from graticule.train.objective import MicroBatch, Objective
 from graticule.train.prior import Pull, kl_scale
-from graticule.train.step import Differentiated
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -228,10 +228,11 @@ def _turned(x: Tensor, by: Sequence[int]) -> Tensor:
 
 
 class _Again:
-    """A micro-batch whose leads are read once and given to each member."""
+    """A micro-batch that is read once and given to each member."""
 
     def __init__(self, batch: MicroBatch) -> None:
-        self.batch, self._data = batch, list[tuple[Tensor, Tensor]]()
+        self.keys, self.inputs, self.init_times = batch.keys, batch.inputs, batch.init_times
+        self._batch, self._data = batch, list[tuple[Tensor, Tensor]]()
 
     def begun(self) -> "_Reading":
         """It, from the first lead on."""
@@ -240,7 +241,7 @@ class _Again:
     def lead(self, number: int) -> tuple[Tensor, Tensor]:
         """From 0 on, by whoever comes first."""
         if number == len(self._data):
-            self._data.append(self.batch.lead())
+            self._data.append(self._batch.lead())
         return self._data[number]
 
 
@@ -248,11 +249,7 @@ class _Reading:
     """What one member sees of a micro-batch."""
 
     def __init__(self, of: _Again) -> None:
-        self.keys, self.inputs, self.init_times = (
-            of.batch.keys,
-            of.batch.inputs,
-            of.batch.init_times,
-        )
+        self.keys, self.inputs, self.init_times = of.keys, of.inputs, of.init_times
         self._leads = map(of.lead, itertools.count())
 
     def lead(self) -> tuple[Tensor, Tensor]:

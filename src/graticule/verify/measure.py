@@ -155,7 +155,7 @@ def difference(a: np.ndarray, b: np.ndarray, floor: float = 0.0) -> float:
 
 
 @dataclass
-class _Fields:
+class Fields:
     """A batch in memory, as `training_step` takes it."""
 
     keys: list[int]
@@ -191,10 +191,10 @@ def measure(
     if config.bayes.weights and config.bayes.prior == "start":
         keep_start(running.model)
 
-    def made_up(number: int = 0) -> _Fields:
+    def made_up(number: int = 0) -> Fields:
         return _made_up(config, shapes, samples, stripes, dtype, number)
 
-    def step(rate: float, first: _Fields) -> Any:
+    def step(rate: float, first: Fields) -> Any:
         optimizer = torch.optim.SGD(
             [{"params": group} for group in _by_mesh(running.model)], lr=rate
         )
@@ -235,7 +235,7 @@ def measure(
 
 
 def _predictions(
-    running: Running, objective: Objective, ensemble: Ensemble | None, batch: _Fields
+    running: Running, objective: Objective, ensemble: Ensemble | None, batch: Fields
 ) -> Tensor:
     """(member, sample, lead and output offset and channel, rows, columns)."""
     if ensemble:
@@ -286,7 +286,7 @@ def _made_up(
     stripes: Stripes,
     dtype: torch.dtype,
     number: int,
-) -> _Fields:
+) -> Fields:
     """The rank's samples and stripe of fields that are the same on every layout.
 
     number: of the micro-batch.
@@ -306,7 +306,7 @@ def _made_up(
         )
         for _ in range(config.train.leads)
     ]
-    return _Fields(list(range(samples.stop))[samples], inputs, leads)
+    return Fields(list(range(samples.stop))[samples], inputs, leads)
 
 
 def _state_beside_weights(model: nn.Module) -> dict[str, Tensor]:
