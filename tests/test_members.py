@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graticule.assemble import Shapes, assemble, build_model
+from graticule.cluster.devices import device
 from graticule.config import (
     BayesConfig,
     BeastConfig,
@@ -29,6 +30,7 @@ from graticule.mesh import Mesh
 from graticule.model.draws import Draw
 from graticule.model.family import Model
 from graticule.parallel.launch import laid_out, mesh_of, ranks_of
+from graticule.train.budget import chooser_of
 from graticule.train.foresee import foresee
 from graticule.train.loss import LossWeights
 from graticule.train.members import Ensemble, ensemble_of
@@ -442,6 +444,18 @@ def test_noise_without_a_score_of_members_is_refused() -> None:
 
 
 # Memory
+
+
+@pytest.mark.parametrize("detach_every", [0, 1])
+def test_plans_of_members_are_not_lead_wise_and_of_a_group_of_leads(detach_every: int) -> None:
+    config = replace(
+        config_of("moments", detach_every=detach_every),
+        data=DataConfig(grid=SHAPES.grid, prognostic=("a", "b")),
+    )
+    chooser = chooser_of(config, SHAPES, device("cpu"), ranks=1)
+    least = chooser.at(None).least.plan
+    assert len(least.leads) == (1 if detach_every else LEADS)
+    assert not least.lead_wise
 
 
 @pytest.mark.slow

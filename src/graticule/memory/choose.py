@@ -166,7 +166,11 @@ class Chooser:
 
     @cached_property
     def _search(self) -> Search:
-        return Search(self.costs, self.rates, offload=self.offload)
+        profile = self.profile
+        return Search(
+            self.costs, self.rates, offload=self.offload,
+            lead_wise=profile.leads == 1 or profile.lead_wise is not None,
+        )  # fmt: skip
 
     def _thrifty(self) -> list[Plan]:
         """Plans with the least peaks by costs."""

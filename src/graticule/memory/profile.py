@@ -40,7 +40,7 @@ class Profile:
 
     units: their names. leads: of the rollout. keep: of no more than three leads at once.
     recompute: of two, forward alone. lead_wise: of three, lead by lead, keeping; None where
-    leads = 1.
+    leads = 1 or plans may not be so.
     flops, tail_flops: of each unit's forward; of what comes after its last saved tensor, which is
     not computed again.
     tiled: of three leads, in `tiles` row tiles where units can; simple: of three, with products
@@ -68,13 +68,16 @@ class Profile:
         return Composition(self, plan).timeline()
 
 
-def profile_step(job: Job, leads: int, *, tiles: int = 1, simple: bool = False) -> Profile:
+def profile_step(
+    job: Job, leads: int, *, tiles: int = 1, simple: bool = False, lead_wise: bool = True
+) -> Profile:
     """Trace a few steps of a job that has so many leads. tiles: in how many row tiles plans may
-    have the units that can; 1: none. simple: whether plans may have that."""
+    have the units that can; 1: none. simple: whether plans may have that. lead_wise: whether they
+    may be so."""
     marks = Marks()
     keep = record(job, min(leads, 3), marks)
     wise = None
-    if leads > 1:
+    if leads > 1 and lead_wise:
         whole = (Segment(0, len(marks.names), "keep"),)
         num = min(leads, 3)
         wise = record(job, num, Marks(plan=Plan((whole,) * num, lead_wise=True)))

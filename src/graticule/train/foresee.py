@@ -20,9 +20,10 @@ from graticule.config import Config, SwinConfig
 from graticule.memory.profile import Profile, profile_step
 from graticule.memory.repeat import traced_depth, with_blocks
 from graticule.mesh import Mesh, Stripes
+from graticule.model.beast import Beast
 from graticule.model.layers import imitating
 from graticule.model.swin import Swin
-from graticule.model.windows import window_kinds
+from graticule.model.windows import WindowGrid, window_kinds
 from graticule.parallel.launch import mesh_of
 from graticule.parallel.layouts import Topology, WindowLayout
 from graticule.train.rehearsal import DataPath, Rehearsal, leads_together
@@ -66,15 +67,18 @@ def heaviest_rank(config: Config, shapes: Shapes, ranks: int) -> int:
         ranks=topology.ranks,
         index=0,
     )
-    layout = shifted = None
+    grids: list[WindowGrid] = []
     if isinstance(model, Swin):
-        layout = WindowLayout(model.windows, topology)
-        shifted = WindowLayout(model.windows, topology, shifted=True)
+        grids = [model.windows]
+    elif isinstance(model, Beast):
+        grids = [stage.grid for stage in model.stages.values()]
+    layouts = [WindowLayout(grid, topology) for grid in grids]
+    shifted = [WindowLayout(grid, topology, shifted=True) for grid in grids]
     field, last = stripes.at(model.scales[1]), topology.ranks - 1
 
     def weight(rank: int) -> tuple[int, ...]:
-        tokens = len(layout.windows(rank)) * layout.chunk if layout else 0
-        kinds = len(window_kinds(shifted.regions(rank))) if shifted else 0
+        tokens = sum(len(layout.windows(rank)) * layout.chunk for layout in layouts)
+        kinds = sum(len(window_kinds(layout.regions(rank))) for layout in shifted)
         neighbours = (rank > 0) + (rank < last)
         return tokens, field.length(rank), stripes.grid.length(rank), kinds, neighbours
 
@@ -114,7 +118,11 @@ def foresee(
         with mode, imitating(on):
             job = Rehearsal(fewer, shapes, running, on, data, stored)
             tiles = tiles if _whole(config) else 1
-            profile = profile_step(job, leads_together(config), tiles=tiles, simple=simple)
+            profile = profile_step(
+                job, leads_together(config), tiles=tiles, simple=simple,
+                # Lead-wise, members are rolled out once more before, which no part stands for.
+                lead_wise=config.bayes.likelihood == "none",
+            )  # fmt: skip
             if isinstance(config.model, SwinConfig):
                 held = [job.held(f"blocks.{number}.") for number in range(fewer.swin.depth)]
                 profile = with_blocks(profile, config.model.depth, held)

@@ -63,7 +63,7 @@ class _Later:
     states: list[Tensor]
     forcing: list[Tensor]
     labels: list[Tensor]
-    keys = (0,)
+    keys: range
     init_times = ("traced",)
 
     @property
@@ -281,7 +281,8 @@ class Rehearsal:
                 objective = replace(objective, inputs=as_stored)
             self.fields = [inputs]
             states = torch.zeros_like(inputs, dtype=objective.statics.dtype)
-            batch = _Later([states], forcing, [label() for _ in range(leads)])
+            labels = [label() for _ in range(leads)]
+            batch = _Later([states], forcing, labels, range(samples))
             del states
         elif self.data == "buffered":
             self.fields = [inputs]
