@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from graticule.assemble import PRECISIONS, Running, Shapes
+from graticule.assemble import PRECISIONS, Running
 from graticule.config import Config
 from graticule.memory.apply import Memory
 from graticule.memory.trace import GRADIENTS, INPUTS, own
@@ -131,12 +131,12 @@ class Rehearsal:
     def __init__(
         self,
         config: Config,
-        shapes: Shapes,
         running: Running,
         on: str,
         data: DataPath,
         stored: torch.dtype,
     ) -> None:
+        shapes = running.shapes
         self.config, self.shapes, self.running = config, shapes, running
         self.data, self.stored = data, stored
         parts = (running.stripes.rows, running.stripes.columns)
@@ -182,6 +182,7 @@ class Rehearsal:
             leads=config.train.leads,
             num_prognostic=shapes.num_prognostic,
             num_outputs=shapes.num_outputs,
+            planes=running.planes,
             differences=Differences.of(
                 weights,
                 config.train.gradient_loss,
