@@ -38,7 +38,7 @@ from graticule.model.windows import WindowMask
 from graticule.parallel.data import local
 from graticule.parallel.exchange import Link
 from graticule.parallel.space import StripedConv, StripedTransposedConv, specialise
-from graticule.parallel.tensor import ColumnLinear, split
+from graticule.parallel.tensor import ColumnLinear, split_parameter
 
 Form = Literal["column", "row"]
 
@@ -260,14 +260,14 @@ def split_domain(model: Beast, mesh: Mesh, planes: Planes) -> Link:
     axis = mesh.device_meshes[1]["tensor"]
 
     def column(layer: Linear, features: Features) -> None:
-        split(layer, "weight", 0, axis)
-        split(layer, "bias", 0, axis)
+        split_parameter(layer, "weight", 0, axis)
+        split_parameter(layer, "bias", 0, axis)
         specialise(layer, ColumnForm, features=features)
 
     def row(layer: Linear, *, gelu: bool = False) -> None:
         features = Features.even(link, layer.weight.shape[0])
-        split(layer, "weight", 1, axis)
-        split(layer, "bias", 0, axis)
+        split_parameter(layer, "weight", 1, axis)
+        split_parameter(layer, "bias", 0, axis)
         specialise(layer, RowForm, features=features, gelu=gelu)
 
     for module in list(model.modules()):
@@ -289,19 +289,19 @@ def split_domain(model: Beast, mesh: Mesh, planes: Planes) -> Link:
             specialise(module, DomainMlp)
         elif isinstance(module, Nice):
             for leaf, _ in list(module.second.named_parameters(recurse=False)):
-                split(module.second, leaf, 2, axis)
+                split_parameter(module.second, leaf, 2, axis)
             specialise(module.second, HeldHeads if module.num_noise else HeldOffsets)
         elif isinstance(module, Conv):
             assert module.kernel == module.stride, "a kernel that reaches no further than its patch"
             features = Features.even(link, module.weight.shape[0])
-            split(module, "weight", 1, axis)
-            split(module, "bias", 0, axis)
+            split_parameter(module, "weight", 1, axis)
+            split_parameter(module, "bias", 0, axis)
             specialise(module, RowPatches, features=features)
         elif isinstance(module, TransposedConv):
             assert module.kernel == module.stride, "outputs of one source"
             features = Features.even(link, module.weight.shape[0])
-            split(module, "weight", 1, axis)
-            split(module, "bias", 0, axis)
+            split_parameter(module, "weight", 1, axis)
+            split_parameter(module, "bias", 0, axis)
             specialise(module, ColumnPatches, features=features)
     # Channels of a patch: (row, column, channel).
     square = model.embed.patch**2
@@ -311,7 +311,7 @@ def split_domain(model: Beast, mesh: Mesh, planes: Planes) -> Link:
                          (planes.said, model.recover.channels))
     )  # fmt: skip
     column(model.embed.linear, Features(link, given))
-    split(model.recover.linear, "weight", 1, axis)
+    split_parameter(model.recover.linear, "weight", 1, axis)
     specialise(
         model.recover.linear, RowForm, features=Features(link, said),
         ours=torch.from_numpy(said[link.rank]),
