@@ -64,7 +64,8 @@ class Features:
             slots = rank * self.slots + np.arange(len(numbers))
             place[slots], order[numbers] = numbers, slots
         self._straight = np.array_equal(order, np.arange(len(place)))
-        self._place, self._order = torch.from_numpy(place), torch.from_numpy(order)
+        index = tuple(torch.from_numpy(each) for each in (place, order, held[link.rank]))
+        self._indices = {index[0].device: index}
 
     @classmethod
     def even(cls, link: Link, size: int) -> "Features":
@@ -76,16 +77,27 @@ class Features:
         x = F.pad(x, (0, self.slots - self.own)) if self.own < self.slots else x
         parts = self.link.gather(x.contiguous(), "tensor")  # (rank, ..., slot)
         every = parts.movedim(0, -2).flatten(-2)
-        return every if self._straight else every.index_select(-1, self._order.to(x.device))
+        return every if self._straight else every.index_select(-1, self._on(x.device)[1])
 
     def scatter_sum(self, x: Tensor) -> Tensor:
         """(..., all) -> (..., ours) of the sum over the ranks. Not differentiable."""
         if not self._straight:
             # What stands where the parts are filled up is summed, and thrown away.
-            x = x.index_select(-1, self._place.to(x.device))
+            x = x.index_select(-1, self._on(x.device)[0])
         parts = x.unflatten(-1, (self.link.size, self.slots)).movedim(-2, 0)
         ours = self.link.scatter_sum(parts, "tensor")
         return ours[..., : self.own] if self.own < self.slots else ours
+
+    def ours(self, whole: Tensor) -> Tensor:
+        """(..., all), which each rank has -> (..., ours). Differentiable."""
+        return whole.index_select(-1, self._on(whole.device)[2])
+
+    def _on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """(which feature a slot is for, which slot a feature is in, which features are ours)."""
+        if device not in self._indices:
+            known = next(iter(self._indices.values()))
+            self._indices[device] = tuple(each.to(device) for each in known)
+        return self._indices[device]
 
 
 class _Columns(torch.autograd.Function):
@@ -161,15 +173,15 @@ class ColumnForm(ColumnLinear):
 
 class RowForm(ColumnLinear):
     """(..., our in) -> (..., our out). features: of the output. gelu: whether it is of GELU's
-    values. ours: which numbers of a whole bias are for us; None: all that are here."""
+    values. whole_bias: whether each rank has all of the bias."""
 
     features: Features
     gelu: bool = False
-    ours: Tensor | None = None
+    whole_bias: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weights(x.dtype)
-        bias = bias if self.ours is None else bias[self.ours.to(bias.device)]
+        bias = self.features.ours(bias) if self.whole_bias else bias
         return _Row.apply(self.features, x, weight, self.gelu) + bias
 
 
@@ -312,10 +324,7 @@ def split_domain(model: Beast, mesh: Mesh, planes: Planes) -> Link:
     )  # fmt: skip
     column(model.embed.linear, Features(link, given))
     split_parameter(model.recover.linear, "weight", 1, axis)
-    specialise(
-        model.recover.linear, RowForm, features=Features(link, said),
-        ours=torch.from_numpy(said[link.rank]),
-    )  # fmt: skip
+    specialise(model.recover.linear, RowForm, features=Features(link, said), whole_bias=True)
     model.recover.channels = len(planes.said(link.rank))
     known = len(planes.known(link.rank))
     model.states = (planes.inputs - 1) * known, planes.inputs * known
