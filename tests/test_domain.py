@@ -213,7 +213,8 @@ def serial(settings: tuple[str, ...] = ()) -> Results:
         pytest.param("tensor=2,window=2,weights=sharded", (), marks=pytest.mark.slow),
         pytest.param("tensor=2,member=2", ("bayes.likelihood=crps",), marks=pytest.mark.slow),
         pytest.param("tensor=2,data=2", ("train.area_weighted=true",), marks=pytest.mark.slow),
-        pytest.param("tensor=2,sequence=2", (), marks=pytest.mark.slow),
+        pytest.param("tensor=2,sequence=2", ("model.heads=4", "model.inner_heads=4"),
+                     marks=pytest.mark.slow),
         pytest.param("tensor=2,window=2", ("model.nice_noise=0",), marks=pytest.mark.slow),
     ],
 )  # fmt: skip
@@ -276,7 +277,8 @@ def _peaks(config: Config, ranks: int, plans: list[Plan]) -> list[int]:
 def test_a_rank_of_a_tensor_group_is_foreseen_within_one_percent(
     pools: Pools, layout: str, ranks: int
 ) -> None:
-    config = config_of(layout, ["bayes.members=1", "bayes.likelihood=gaussian", "train.leads=1"])
+    settings = ["bayes.members=1", "bayes.likelihood=gaussian", "train.leads=1"]
+    config = config_of(layout, settings)
     half = Plan(((Segment(0, 4, "recompute"), Segment(4, NUM_UNITS, "keep")),))
     plans = [whole_plan("keep", 1, NUM_UNITS), whole_plan("recompute", 1, NUM_UNITS), half]
     peaks = pools[ranks].run(_peaks, config, ranks, plans)

@@ -18,6 +18,7 @@ from graticule.config import Config
 from graticule.memory.apply import Memory
 from graticule.memory.trace import GRADIENTS, INPUTS, own
 from graticule.model.bayes import weights_of
+from graticule.parallel.data import local
 from graticule.train import likelihoods
 from graticule.train.differences import Differences
 from graticule.train.differentiated import Differentiated
@@ -200,7 +201,7 @@ class Rehearsal:
             # Members come one at a time: the last one's step, with what is left of the others.
             own = len(self.ensemble.own)
             self.ensemble = replace(self.ensemble, own=self.ensemble.own[:1])
-            if isinstance(next(running.model.parameters()), FakeTensor):
+            if isinstance(local(next(running.model.parameters())), FakeTensor):
                 self.kept = [
                     torch.empty(nbytes, dtype=torch.uint8) for nbytes in self._of_others(own)
                 ]
