@@ -293,7 +293,9 @@ def published(name: str) -> Iterator[Row]:
     for stage in ("first", "inner"):
         grid_of, scale = built.stages[stage].grid, scales[stage]
         stripes = StripeLayout(grid_of.tokens, Cut.even(grid_of.tokens[1], s), "lon")
-        regular, shifted = (WindowLayout(grid_of, Topology(window=s), shifted=on) for on in (0, 1))
+        regular, shifted = (
+            WindowLayout(grid_of, Topology(window=s), shifted=on) for on in (False, True)
+        )
         plans = [plan_route(stripes, regular, rank) for rank in range(s)]
         yield Row(
             what=f"{label}: {stage}, stripes that are whole windows", unit="stripes", goal=1.0,
