@@ -195,7 +195,13 @@ def measured(config: Config, ranks: int, plans: list[Plan]) -> list[int]:
         ("", 1, 1),
         ("window=4", 4, 1),
         pytest.param("", 1, 6, marks=pytest.mark.slow),
+        ("window=2,weights=sharded", 2, 1),
         pytest.param("window=2", 2, 3, marks=pytest.mark.slow),
+        pytest.param("window=2,weights=sharded", 2, 3, marks=pytest.mark.slow),
+        pytest.param("window=2,weights=sharded", 2, 6, marks=pytest.mark.slow),
+        pytest.param("data=2,window=2,weights=sharded", 4, 3, marks=pytest.mark.slow),
+        pytest.param("window=4,weights=sharded,reshard=false", 4, 3, marks=pytest.mark.slow),
+        pytest.param("window=2,weights=sharded,shard_unit=model", 2, 3, marks=pytest.mark.slow),
     ],
 )
 def test_what_is_foreseen_on_fake_tensors_is_measured_within_one_percent(
