@@ -107,7 +107,15 @@ def foresee(
 
     rank: None: the heaviest. on: the kind of device, `cpu` or `cuda`. stored: of the store's
     numbers. tiles: row tiles that plans may have, where weights allow it.
-    simple: whether plans may have that."""
+    simple: whether plans may have that.
+    ValueError for weights that stay whole between passes (`mesh.reshard=false`)."""
+    if ranks > 1 and config.mesh.weights == "sharded" and not config.mesh.reshard:
+        raise ValueError(
+            "mesh.reshard=false is not planned: weights stay whole from the first lead's forward"
+            " pass to the last one's backward pass, and are gathered again for others, by what a"
+            " plan recomputes. Set mesh.reshard=true, or run without memory.budget and with"
+            " memory.mode=best (nothing is recomputed then)"
+        )
     if rank is None:
         rank = heaviest_rank(config, shapes, ranks)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
