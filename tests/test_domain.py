@@ -25,8 +25,10 @@ from graticule.parallel.launch import laid_out, mesh_of, ranks_of
 from graticule.parallel.local import RankError
 from graticule.recipes import recipe
 from graticule.train.foresee import foresee, heaviest_rank
+from graticule.train.members import ensemble_of
 from graticule.train.rehearsal import Rehearsal
-from graticule.verify.measure import Results, measure
+from graticule.train.step import training_step
+from graticule.verify.measure import Results, _made_up, _objective, measure
 from pools import Pools
 
 # Five states, two diagnostic channels, two forcings and a static: none divides by two and three.
@@ -250,6 +252,33 @@ def test_in_fewer_bits_a_member_is_the_same_to_rounding(pools: Pools, narrow: bo
 
 
 # Memory
+
+
+def _stepped(layout: str, plans: list[Plan | None]) -> list[dict[str, Tensor]]:
+    """On a rank: the gradients of a step under each plan, from the same start."""
+    config, found = config_of(layout), []
+    mesh = Mesh(mesh_of(config.mesh, ranks_of(config)))
+    for plan in plans:
+        running = assemble(config, SHAPES, mesh, dtype=torch.float64)
+        aim = _objective(config, SHAPES, running, torch.float64)
+        batch = _made_up(config, SHAPES, slice(0, 2), running, torch.float64, 0)
+        training_step(
+            running.model, aim, [batch], step=1, samples=2, learning_rate=0.0,
+            optimizer=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0),
+            shared=running.shared, memory=Memory(plan),
+            ensemble=ensemble_of(config, mesh, running.model, aim, samples=1),
+        )  # fmt: skip
+        found.append({name: local(p.grad).clone() for name, p in running.model.named_parameters()})
+    return found
+
+
+def test_what_is_computed_again_has_the_same_gradients(pools: Pools) -> None:
+    half = Plan(((Segment(0, 4, "recompute"), Segment(4, NUM_UNITS, "keep")),) * 2)
+    plans = [None, whole_plan("recompute", 2, NUM_UNITS), half]
+    for kept, *others in pools[2].run(_stepped, "tensor=2", plans):
+        for other in others:
+            for name, gradient in kept.items():
+                assert torch.equal(other[name], gradient), name
 
 
 def whole_plan(action: Any, leads: int, num_units: int) -> Plan:
