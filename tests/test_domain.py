@@ -197,8 +197,9 @@ def test_each_rank_has_its_share_of_every_weight(pools: Pools) -> None:
 # The numbers
 
 
-def _measured(layout: str, settings: Sequence[str] = ()) -> Any:
-    return measure(config_of(layout, settings), SHAPES, torch.float64, 2, 2)
+def _measured(layout: str, settings: Sequence[str] = (), rows: int = 13) -> Any:
+    shapes = replace(SHAPES, grid=(rows, 24))
+    return measure(config_of(layout, settings), shapes, torch.float64, 2, 2)
 
 
 @cache
@@ -226,6 +227,17 @@ def test_every_mesh_gives_the_numbers_of_one_process(
 ) -> None:
     parts = pools[ranks_of(config_of(layout))].run(_measured, layout, settings)
     worst = Results.joined(parts, SHAPES).differences(serial(settings))
+    assert max(worst.values()) < 1e-10, worst
+
+
+def test_ranks_of_an_empty_stripe_share_nothing_and_take_part(pools: Pools) -> None:
+    """Four rows are one of the inner stage's, which one of two stripes has."""
+    rows, settings = 4, ("model.window=2,6", "model.inner_window=1,3", "bayes.likelihood=gaussian")
+    shapes = replace(SHAPES, grid=(rows, 24))
+    one = Results.joined([_measured("", settings, rows)], shapes)
+    parts = pools[4].run(_measured, "tensor=2,window=2", settings, rows)
+    assert sorted(part.rows.stop - part.rows.start for part in parts) == [0, 0, 4, 4]
+    worst = Results.joined(parts, shapes).differences(one)
     assert max(worst.values()) < 1e-10, worst
 
 

@@ -240,7 +240,7 @@ class ColumnPatches(StripedTransposedConv):
             self.features, x.permute(0, 2, 3, 1), weight.flatten(1).t(), of_each
         )
         out = out.unflatten(-1, (bias.numel(), k, k))  # (batch, lat, lon, feature, k, k)
-        return out.permute(0, 3, 1, 4, 2, 5).reshape(batch, -1, rows * k, columns * k)
+        return out.permute(0, 3, 1, 4, 2, 5).reshape(batch, bias.numel(), rows * k, columns * k)
 
 
 class HeldHeads(Heads):
