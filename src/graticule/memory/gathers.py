@@ -37,18 +37,14 @@ def gathered_again(whole: np.ndarray, underway: np.ndarray, *, asked: bool) -> N
     if whole[-1] > 0:  # nobody gave them back after the forward pass
         there(whole, underway)
         return
-    change, came = np.diff(whole, prepend=0), np.maximum(np.diff(underway, prepend=0), 0)
-    whole[:] = np.cumsum(np.maximum(change, 0))
-    buffer = 0
-    for row in range(len(whole)):
-        buffer += came[row]
-        if change[row] < 0:  # its layer ends
-            buffer = 0
-        underway[row] = buffer
-    if asked:  # the last layer's
-        (rows,) = np.nonzero(came)
-        if len(rows):
-            underway[rows[-1] :] -= came[rows[-1]]
+    change, came = _changes(whole), np.maximum(_changes(underway), 0)
+    whole[:] = np.maximum(change, 0).cumsum()
+    so_far = came.cumsum()
+    # A buffer goes where its layer ends, and its weights would be given back.
+    underway[:] = so_far - np.maximum.accumulate(np.where(change < 0, so_far, 0))
+    (rows,) = came.nonzero()
+    if asked and len(rows):  # the last layer's
+        underway[rows[-1] :] -= came[rows[-1]]
 
 
 def after_recomputing(whole: np.ndarray, underway: np.ndarray, *, first: bool) -> None:
@@ -59,9 +55,16 @@ def after_recomputing(whole: np.ndarray, underway: np.ndarray, *, first: bool) -
     came = int(whole.argmax())
     whole[came:] -= whole[came]
     whole[:came] = 0
-    (falls,) = np.nonzero(np.diff(underway, prepend=0) < 0)
+    (falls,) = (_changes(underway) < 0).nonzero()
     if first and len(falls):
         underway[falls[0] :] -= underway[falls[0]]
         underway[: falls[0]] = 0
     else:
         underway[:] = 0
+
+
+def _changes(levels: np.ndarray) -> np.ndarray:
+    """From each row to the next; the first is 0."""
+    changes = np.zeros_like(levels)
+    np.subtract(levels[1:], levels[:-1], out=changes[1:])
+    return changes
