@@ -39,7 +39,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def config_of(store: Store, layout: str = "", **train: Any) -> Config:
-    mini = recipe("beast-mini")
+    mini: Any = recipe("beast-mini")
     config = Config(
         data=DataConfig(store=str(store.path), input_offsets=(-1, 0)),
         model=replace(mini.model, window=(4, 4), inner_window=(2, 4), nice_noise=4, depth=1,
