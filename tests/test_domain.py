@@ -280,7 +280,11 @@ def _stepped(layout: str, plans: list[Plan | None]) -> list[dict[str, Tensor]]:
             shared=running.shared, memory=Memory(plan),
             ensemble=ensemble_of(config, mesh, running.model, aim, samples=1),
         )  # fmt: skip
-        found.append({name: local(p.grad).clone() for name, p in running.model.named_parameters()})
+        named = dict(running.model.named_parameters())
+        found.append(
+            {name: local(p.grad).clone() for name, p in named.items() if p.grad is not None}
+        )
+        assert found[-1].keys() == named.keys()
     return found
 
 
