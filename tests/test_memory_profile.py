@@ -79,7 +79,7 @@ def whole(
 
 def job_of(config: Config, ranks: int = 1, shapes: Shapes = SHAPES) -> Rehearsal:
     running = assemble(config, shapes, Mesh(mesh_of(config.mesh, ranks)))
-    job = Rehearsal(config, shapes, running, "cpu", "stored", torch.int16)
+    job = Rehearsal(config, running, "cpu", "stored", torch.int16)
     job.step(config.train.leads, Memory())()  # gradients and caches are there afterwards
     return job
 

@@ -186,6 +186,7 @@ def forecast_from_run(
         statistics, out,
         starts=chosen, leads=leads, members=members, device=device, progress=progress, mesh=mesh,
         stripes=stripes,
+        planes=running.planes,
         inputs=[found],
         resume=resume,
         restart_every=config.forecast.restart_every,
