@@ -5,6 +5,7 @@ import multiprocessing
 import shutil
 import signal
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -502,3 +503,6 @@ def test_forecasts_and_samples_a_second_are_told(store: Store, tmp_path: Path) -
         "3 forecast/s of 4 members, 12 sample/s (a forecast is an initial time that goes on by a"
         " model step); 60 TFLOP/s sustained, 100 TFLOP/s while computing"
     )
+    assert line["joules"] is None, "nothing counts them on a CPU"
+    counted = told(replace(made, joules=1500.0).to_dict()).splitlines()[1]
+    assert counted.endswith("100 TFLOP/s while computing; 1.5 kJ")

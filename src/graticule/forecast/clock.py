@@ -61,8 +61,9 @@ class Timing:
 
     simulated_years: of 365.25 days, from the real dates of the leads made now, of all initial
     times and members together. steps: of one sample and member, made now. members: of the ensemble;
-    none: no ensemble. forward_flops: of such a step; 0: not known. seconds, cpu_seconds: by part
-    (`PARTS`): wall of the first process, CPU of all.
+    none: no ensemble. forward_flops: of such a step; 0: not known. parts, cpu_parts: seconds by
+    part (`PARTS`): wall of the first process, CPU of all. joules: of all processes' GPUs; none: not
+    known.
     """
 
     simulated_years: float
@@ -71,6 +72,7 @@ class Timing:
     forward_flops: float
     parts: Mapping[str, float]
     cpu_parts: Mapping[str, float]
+    joules: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -118,6 +120,7 @@ class Timing:
             "peak_flops_per_second": self.peak_flops_per_second,
             "seconds": self.seconds,
             "cpu_seconds": self.cpu_seconds,
+            "joules": self.joules,
             "simulated_years_per_day": self.simulated_years_per_day,
             "parts": {
                 part: {"seconds": self.parts[part], "cpu_seconds": self.cpu_parts[part]}
@@ -165,6 +168,8 @@ def _rates(timing: Mapping[str, Any]) -> str:
         told += f"; {_flops(timing['flops_per_second'])} sustained"
     if timing["peak_flops_per_second"] is not None:
         told += f", {_flops(timing['peak_flops_per_second'])} while computing"
+    if timing["joules"] is not None:
+        told += f"; {timing['joules'] / 1e3:,.4g} kJ"
     return told
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from graticule.cluster.energy import EnergyMeter
 from graticule.data.samples import SampleSource
 from graticule.data.statistics import Statistics
 from graticule.data.times import seconds_of
@@ -149,7 +150,7 @@ def forecast(
             if link.rank == 0 and mesh.rank > 0:
                 writer = stack.enter_context(writer_of())
         stack.enter_context(predictor.keeping())
-        clock = Clock()
+        clock, meter = Clock(), EnergyMeter(torch.device(device))
         keeper = Keeper(
             writer, predictor, Collector(stripes, planes, link, mesh.device), together,
             channels=source.predicted_channels, clock=clock,
@@ -192,7 +193,13 @@ def forecast(
         if mesh.rank == 0 and out.is_dir():
             remove(out)
         clock.stop()
-        cpu = together.add([np.array([clock.cpu_seconds[part] for part in PARTS])])[0]
+        joules = meter.joules()
+        cpu, energy = together.add(
+            [
+                np.array([clock.cpu_seconds[part] for part in PARTS]),
+                np.array(np.nan if joules is None else joules),  # known of all, or not
+            ]
+        )
     made = 0
     for place in range(len(places)):
         dates, known = valid[places.start(place)], there.get(place, 0) * len(spec.outputs)
@@ -205,6 +212,7 @@ def forecast(
         forward_flops=forward_flops,
         parts=dict(clock.seconds),
         cpu_parts=dict(zip(PARTS, cpu.tolist(), strict=True)),
+        joules=None if np.isnan(energy) else float(energy),
     )
     if mesh.rank == 0 and total > before:
         timing.append(
