@@ -195,7 +195,7 @@ def _data(results: list[Result]) -> list[Row]:
     found = []
     for what, measure in measures.items():
         values = {name: [measure(result, name) for result in results] for name in order}
-        for i in (0, 1):
+        for i in range(len(SHARES)):
             fewer, more = values[order[i]], values[order[i + 1]]
             found.append(
                 Row(
