@@ -164,6 +164,8 @@ def test_rows_are_of_the_scored_forecasts_and_a_second_run_computes_nothing_agai
     assert rows["RMSE 12 h, deep"]["ours"] == pytest.approx(rmse[0], rel=1e-5)
     twin = evaluate_forecast(planet / "seed-0" / "twin" / "forecast.zarr").normalised()
     assert rows["RMSE 24 h, twin"]["against"] == pytest.approx(twin[1], rel=0.05)
+    turned = json.loads((planet / "seed-0" / "turned-twin.json").read_text())["scores"]
+    assert np.min(turned["variance"]) > 0
     assert sum("steps" in text for text in said) == 12
     again: list[str] = []
     repeated = run("ensembles", Setting(say=again.append, out=planet))

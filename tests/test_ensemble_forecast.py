@@ -184,7 +184,7 @@ def test_members_of_a_run_on_turned_samples_are_turned_as_in_training(
         given = {"starts": starts[number : number + 1], "leads": 2, "members": None}
         run(str(store.path), path, Ramp(-by), **given)
         with xr.open_dataset(path) as alone:
-            for channel, name in enumerate(("a", "b")):
+            for channel, name in enumerate(("temperature", "salinity")):
                 assert np.array_equal(
                     alone[name].values[0], found[number, member, :, channel], equal_nan=True
                 )
