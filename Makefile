@@ -11,12 +11,16 @@ BIN := $(VENV)/bin
 demo: $(VENV)/.demo
 	$(BIN)/graticule demo
 
-# One thread: tests fork, and threads of a threaded parent hang in its children.
+# One thread: tests fork, and threads of a threaded parent hang in its children. A file's tests share
+# what is costly to make, so that a file stays with one of the WORKERS.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+
 test: $(VENV)/.dev browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-all: $(VENV)/.dev browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 # The tests open a report in a browser: Debian's Chromium, where there is none yet.
 browser:

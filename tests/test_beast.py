@@ -75,9 +75,8 @@ def block_by_hand(
         last = w[f"{at}.nice.second.bias"][norm]
         if f"{at}.nice.first.weight" in w:
             hidden = F.gelu(linear(e, "nice.first")).chunk(2, -1)[norm]
-            last = F.linear(hidden, w[f"{at}.nice.second.weight"][norm], last)
-        parts = last.expand(len(x), -1).split(width, -1)
-        return [part[:, None] for part in parts]
+            last = torch.einsum("pfh,bh->bpf", w[f"{at}.nice.second.weight"][norm], hidden) + last
+        return [part[:, None] for part in last.expand(len(x), -1, -1).unbind(1)]
 
     def normed(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
         split = x.unflatten(-1, (groups, -1))

@@ -9,7 +9,7 @@ import torch
 from graticule.assemble import build_model, describe, shapes_of_config
 from graticule.bench import Setting, beast_comm, blue, blue_failures
 from graticule.bench.beast_comm import published
-from graticule.bench.beast_forms import Scale, of_units, weights_of
+from graticule.bench.beast_forms import Layout, Scale, of_gradients, of_units, weights_of
 from graticule.config import BeastConfig
 from graticule.recipes import recipe
 from pools import Pools
@@ -22,13 +22,13 @@ def test_the_numbers_that_gradients_are_of_are_the_models(name: str) -> None:
     assert isinstance(config.model, BeastConfig)
     counts = weights_of(config.model, shapes.in_channels, shapes.out_channels)
     assert sum(counts) == describe(config, shapes)["parameters"]
-    split = sum(
+    whole = sum(
         parameter.numel()
         for path, parameter in build_model(config, shapes, device="meta").named_parameters()
-        if any(part in path for part in ("attention.", "mlp.")) and
-        not path.endswith(("proj.bias", "fc2.bias", "proj.bias_rho", "fc2.bias_rho"))
-    )  # fmt: skip
-    assert counts[0] == split
+        if any(part in path for part in ("nice.first.", "recover.linear.bias"))
+    )
+    assert counts[1] == whole
+    assert whole < 0.005 * sum(counts) or name == "beast-mini"
 
 
 def test_the_published_size_sends_what_the_paper_would() -> None:
@@ -37,26 +37,59 @@ def test_the_published_size_sends_what_the_paper_would() -> None:
     shift = rows["first, a shift"]
     assert shift.ours == pytest.approx(360 * 90 * 1536 * 2 / 2**20)
     assert shift.holds
-    assert rows["first, into windows"].holds
+    assert rows["first, stripes that are whole windows"].holds
+    assert rows["inner, stripes that are whole windows"].holds
     assert rows["inner, a shift"].holds
     # A gather of what a linear layer takes: (c - 1) / c of 64,800 tokens: 199 MB.
-    block = rows["first, a block's gathers and sums"]
-    assert block.ours is None
-    assert block.against == pytest.approx(4 * 64_800 * 3072 * 2 / 2 / 2**20)
-    assert "not run" in block.note
+    gather = 64_800 * 3072 * 2 / 2 / 2**20
+    for direction, gathers in (("forward", 4), ("backward", 5)):
+        block = rows[f"first, gathers and sums of a block, {direction}"]
+        assert block.ours is None
+        assert block.against == pytest.approx(gathers * gather)
+        assert "not run" in block.note
+    # 171 channels of 2 x 2 points over two ranks, 86 on the one that has most.
+    assert rows["embed, forward"].against == pytest.approx(64_800 * 4 * 86 * 2 / 2**20)
 
 
 def test_closed_forms_by_hand() -> None:
-    stages = {"one": Scale(rows=6, columns=8, width=10, blocks=2, shift=2)}
-    found = of_units(stages, s=2, c=1, itemsize=4)
-    assert (found["one.0"].bytes, found["one.0"].calls) == (0, 0)
+    outer = Scale(rows=6, columns=8, width=10, blocks=2, shift=2)
+    inner = Scale(rows=3, columns=4, width=20, blocks=1, shift=0)
+    stages = {"first": outer, "inner": inner, "second": outer}
+    told: dict[str, Any] = {"mlp_ratio": 1, "square": 4, "given": 3, "said": 2}
+    found = of_units(stages, Layout(s=2, c=1, itemsize=4, **told))
     # Two ranks, each two columns of six rows there, and back.
-    assert (found["one.1"].bytes, found["one.1"].calls) == (2 * 2 * 6 * 2 * 10 * 4, 2)
-    found = of_units(stages, s=1, c=4, itemsize=2)
-    whole = 6 * 8 * 10 * 2
-    assert (found["one.0"].bytes, found["one.0"].calls) == (4 * 3 * whole + whole * 3 / 4, 5)
-    assert found["one.1"] == found["one.0"]
-    assert found["down"].calls == 0
+    for direction in ("forward", "backward"):
+        shifted = found.pop(("first.1", direction))
+        assert shifted == found.pop(("second.1", direction))
+        assert (shifted.bytes, shifted.calls) == (2 * 2 * 6 * 2 * 10 * 4, 2)
+    assert all((sent.bytes, sent.calls) == (0, 0) for sent in found.values())
+    found = of_units(stages, Layout(s=1, c=4, itemsize=2, **told))
+    once = 3 * 6 * 8 * 10 * 2
+    assert found["first.1", "forward"] == found["second.0", "forward"]
+    sizes = {
+        # 12 channels of 4 points, gathered; then gathered again, and their gradient is summed.
+        "embed": (3 * 48 * 48 * 2, 1, 3 * 48 * 48 * 2 * 2, 2),
+        "first.0": (4 * once, 4, 5 * once, 5),
+        "down": (once / 2, 1, once / 2, 1),
+        "inner.0": (2 * once, 4, 2.5 * once, 5),
+        "up": (1.5 * once, 2, 2 * once, 3),
+        "recover": (3 * 48 * 32 * 2, 1, 3 * 48 * 32 * 2, 1),
+    }
+    for unit, (ahead, calls, back, calls_back) in sizes.items():
+        for direction, size, number in (("forward", ahead, calls), ("backward", back, calls_back)):
+            sent = found[unit, direction]
+            assert (sent.bytes, sent.calls) == (size, number), (unit, direction)
+    # A wider MLP begins with a column, whose input is gathered twice and its gradient summed.
+    found = of_units(stages, Layout(s=1, c=4, itemsize=2, **{**told, "mlp_ratio": 3}))
+    assert (found["first.0", "forward"].bytes, found["first.0", "forward"].calls) == (4 * once, 4)
+    assert (found["first.0", "backward"].bytes, found["first.0", "backward"].calls) == (6 * once, 6)
+
+
+def test_gradients_of_few_numbers_are_sent_to_all() -> None:
+    ranks = {"window": 2, "tensor": 2}
+    assert of_gradients(40_000, 100, ranks).bytes == 4 * 3 * 100 * 4 + 2 * 2 * 20_000 * 4
+    assert of_gradients(40_000, 5_000, ranks).bytes == 2 * 3 * 5_000 * 4 + 2 * 2 * 20_000 * 4
+    assert of_gradients(40_000, 5_000, {"window": 4, "tensor": 1}).bytes == 2 * 3 * 45_000 * 4
 
 
 def test_what_ranks_send_is_what_closed_forms_say(
@@ -81,7 +114,9 @@ def test_what_ranks_send_is_what_closed_forms_say(
     assert len(rows) > 40
     assert [row.what for row in rows if not row.holds] == []
     named = {row.what: row for row in rows}
-    assert named["[s=2, c=2]: first.1, backward: exchanges"].ours == 4 + 2 + 1
+    assert named["[s=2, c=2]: first.1, forward: exchanges"].ours == 4 + 2
+    assert named["[s=2, c=2]: first.1, backward: exchanges"].ours == 5 + 2
+    assert named["[s=2, c=2]: embed, backward: exchanges"].ours == 2
     assert named["moments, u=2, [s=2, c=1]: members: exchanges"].ours == 1
     assert named["[s=4, c=1]: passes without a word"].against == 14
 

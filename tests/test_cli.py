@@ -190,6 +190,7 @@ def test_a_plan_needs_no_store_and_says_where_each_gib_goes(
     assert stored["plan"] == found["plan"]
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_to_its_budget_in_every_mode(capsys: pytest.CaptureFixture[str]) -> None:
     least = planned(capsys, "--no-offload")["least_budget_gib"]
     budget = 1.3 * least * 2**30
@@ -217,6 +218,7 @@ UNET = ("samudra-mini", "--set", "model.widths=4,6", "--set", "model.dilations=1
         "train.leads=1", "--set", "data.grid=16,32")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_each_number_of_devices_is_told_a_layout_and_what_it_holds(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -327,15 +327,17 @@ def _clipped(layout: str) -> tuple[float, dict[str, tuple[tuple[slice, ...], Ten
     config = config_of("gaussian", layout)
     mesh = Mesh(mesh_of(config.mesh, ranks_of(config)))
     running = assemble(config, SHAPES, mesh, dtype=torch.float64)
-    here = (..., running.stripes.rows, running.stripes.columns)
+    planes, shapes = running.planes, running.shapes
+    ours, fixed = planes.predicted(planes.index), planes.static.of(planes.index)
     aim, of = objective(), weights()
     aim = replace(
-        aim, statics=aim.statics[here],
-        weights=LossWeights(of.cell[here].contiguous(), of.wet[here].contiguous(), of.total),
+        aim, statics=aim.statics[fixed],
+        weights=LossWeights(of.cell[ours].contiguous(), of.wet[ours].contiguous(), of.total),
+        num_prognostic=shapes.num_prognostic, planes=planes,
     )  # fmt: skip
-    batch = fields()
-    batch.inputs = batch.inputs[here]
-    batch.leads = [(given[here], labels[here]) for given, labels in batch.leads]
+    batch, forced = fields(), planes.forcing.of(planes.index)
+    batch.inputs = batch.inputs[:, :, planes.known(planes.index)]
+    batch.leads = [(given[:, :, forced], labels[:, :, ours]) for given, labels in batch.leads]
     named = dict(running.model.named_parameters())
     before = {name: local(p).detach().clone() for name, p in named.items()}
     groups: dict[Any, list[nn.Parameter]] = {}
@@ -467,7 +469,7 @@ def test_a_step_of_several_members_is_foreseen(likelihood: str) -> None:
     )
     profile = foresee(config, SHAPES)
     running = assemble(config, SHAPES, Mesh())
-    job = Rehearsal(config, SHAPES, running, "cpu", "stored", torch.int16)
+    job = Rehearsal(config, running, "cpu", "stored", torch.int16)
     job.ensemble = ensemble_of(config, Mesh(), running.model, job.objective, 1)
     job.step(LEADS, Memory())()
     for plan in plans()[:1]:

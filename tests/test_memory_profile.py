@@ -79,7 +79,7 @@ def whole(
 
 def job_of(config: Config, ranks: int = 1, shapes: Shapes = SHAPES) -> Rehearsal:
     running = assemble(config, shapes, Mesh(mesh_of(config.mesh, ranks)))
-    job = Rehearsal(config, shapes, running, "cpu", "stored", torch.int16)
+    job = Rehearsal(config, running, "cpu", "stored", torch.int16)
     job.step(config.train.leads, Memory())()  # gradients and caches are there afterwards
     return job
 
@@ -195,7 +195,11 @@ def measured(config: Config, ranks: int, plans: list[Plan]) -> list[int]:
         ("", 1, 1),
         ("window=4", 4, 1),
         pytest.param("", 1, 6, marks=pytest.mark.slow),
+        ("window=2,weights=sharded", 2, 1),
         pytest.param("window=2", 2, 3, marks=pytest.mark.slow),
+        pytest.param("window=2,weights=sharded", 2, 3, marks=pytest.mark.slow),
+        pytest.param("window=2,weights=sharded", 2, 6, marks=pytest.mark.slow),
+        pytest.param("data=2,window=2,weights=sharded", 4, 3, marks=pytest.mark.slow),
     ],
 )
 def test_what_is_foreseen_on_fake_tensors_is_measured_within_one_percent(
@@ -209,6 +213,12 @@ def test_what_is_foreseen_on_fake_tensors_is_measured_within_one_percent(
         profile = foresee(config, SHAPES, ranks=ranks, rank=rank, on="cpu")
         for plan, peak in zip(plans, peaks[rank], strict=True):
             assert profile.timeline(plan).peak_bytes == pytest.approx(peak, rel=0.01), (rank, plan)
+
+
+def test_weights_that_stay_whole_are_refused() -> None:
+    config = config_of(1, "window=2,weights=sharded,reshard=false")
+    with pytest.raises(ValueError, match=r"mesh\.reshard=false is not planned.*mesh\.reshard=true"):
+        foresee(config, SHAPES, ranks=2)
 
 
 @pytest.mark.slow

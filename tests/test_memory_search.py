@@ -13,7 +13,7 @@ from graticule.memory import fronts
 from graticule.memory.fronts import rounded_up
 from graticule.memory.plan import Plan, SegmentCost, peak_of, plain_plan, price_of
 from graticule.memory.published import checkpoint_plan, paper_plan
-from graticule.memory.search import Search, best_plan, least_budget, size
+from graticule.memory.search import Search, _Lead, best_plan, least_budget, size
 from small_costs import Slow, TableCosts, all_plans, lead_plans, random_costs, swin_costs
 
 GIB = 2**30
@@ -243,6 +243,17 @@ def test_what_is_asked_for_is_enough() -> None:
     assert size(2**30 + 1) == "1.01 GiB"
     assert size(3 * 2**20) == "3.00 MiB"
     assert size(99) == "99 bytes"
+
+
+def test_a_front_of_thousands_knows_until_where_each_plan_need_not_be_tried() -> None:
+    draws = np.random.default_rng(7)
+    resident, peak = (draws.integers(1, 500, 3000) for _ in range(2))
+    seconds = draws.integers(0, 50, 3000).astype(float)
+    lead = _Lead.of(fronts.Front(resident, peak, seconds, []))
+    for place, until in enumerate(lead.until):
+        others = (resident <= resident[place]) & (seconds <= seconds[place])
+        others[place] = False
+        assert until == peak[others].min(initial=np.iinfo(np.int64).max)
 
 
 def test_a_loss_that_keeps_everything_is_counted() -> None:

@@ -13,7 +13,7 @@ from graticule.parallel.data import SharedWeights, local, shard_weights
 from graticule.parallel.exchange import Link
 from graticule.parallel.local import LocalRanks
 from graticule.parallel.materialise import allocate, draw_weights, materialise
-from graticule.parallel.tensor import _split
+from graticule.parallel.tensor import split_parameter
 from graticule.train.optimizer import (
     Average,
     empty_optimizer_tensors,
@@ -153,7 +153,7 @@ def _norm(sizes: dict, settings: dict, spoiled: int = -1) -> tuple:
     mesh = Mesh(sizes)
     model = Two()
     if mesh.sizes["tensor"] > 1:
-        _split(model, "split", 0, mesh.device_meshes[1]["tensor"])
+        split_parameter(model, "split", 0, mesh.device_meshes[1]["tensor"])
     # The gain is used on the tensor axis's ranks alike: like a norm inside a block.
     shard_weights(model, mesh, MeshConfig(**settings), torch.float32)
     for name, full in (("gain", [3.0]), ("split", [4.0, 0.0])):

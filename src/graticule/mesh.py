@@ -1,8 +1,9 @@
-"""Which process holds what: the axes of the mesh, and how points along a dim are shared.
+"""Which process holds what: the axes of the mesh, and how points and channels are shared.
 
 Ranks are numbered row by row over the axes, `tensor` fastest. One sample is spread over the
-window x sequence x tensor ranks that follow one another; each holds a stripe of the field of its
-own, in that order, and its part of the attention windows (TERRA, section IV).
+window x sequence x tensor ranks that follow one another. Either each holds a stripe of the field
+of its own, in that order, and its part of the attention windows (TERRA, section IV), or the ranks
+of a `tensor` group have one stripe together, each some of its channels (BEAST, section III).
 """
 
 import math
@@ -12,11 +13,14 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 AXES = ("data", "member", "window", "sequence", "tensor")
 SAMPLE = ("window", "sequence", "tensor")
 """The axes over which one sample is spread."""
+POINTS = ("window", "sequence")
+"""The axes over which its points are, where `tensor` shares its channels (`Planes`)."""
 WEIGHTS = ("data", "member", "window", "sequence")
 """The axes whose ranks hold the same part of a weight that tensor parallelism splits."""
 Dim = Literal["lat", "lon"]
@@ -50,6 +54,8 @@ class Mesh:
         self._groups: dict[tuple[str, ...], Any] = {}
         for axes in (("member",), ("sequence",), ("tensor",), SAMPLE, WEIGHTS):
             self._groups[axes] = self._new_group(axes)
+        alike = self.sizes["tensor"] == 1
+        self._groups[POINTS] = self._groups[SAMPLE] if alike else self._new_group(POINTS)
 
     def _new_group(self, axes: tuple[str, ...]) -> Any:
         """The group of the ranks that differ from this one in `axes` only; None of one rank."""
@@ -69,8 +75,8 @@ class Mesh:
 
     def group(self, *axes: str) -> Any:
         """The torch group of the ranks that differ from this one in `axes` only, None where that
-        is this rank alone. axes: one of member, sequence, tensor, `SAMPLE`, `WEIGHTS`, or none:
-        all."""
+        is this rank alone. axes: one of member, sequence, tensor, `SAMPLE`, `POINTS`, `WEIGHTS`,
+        or none: all."""
         if not axes:
             return dist.group.WORLD if self.size > 1 else None
         return self._groups[axes]
@@ -82,8 +88,13 @@ class Mesh:
 
     @property
     def sample_index(self) -> int:
-        """This process's place among the ranks that share its sample: its stripe's number."""
+        """This process's place among the ranks that share its sample."""
         return self.rank % self.sample_size
+
+    def stripes(self, axes: tuple[str, ...]) -> tuple[int, int]:
+        """(how many, the number of ours) of stripes that go over `axes`, `SAMPLE` or `POINTS`."""
+        size = math.prod(self.sizes[axis] for axis in axes)
+        return size, self.sample_index // (self.sample_size // size)
 
     @cached_property
     def device_meshes(self) -> tuple[Any, Any]:
@@ -114,6 +125,11 @@ class Cut:
     def even(cls, size: int, ranks: int) -> "Cut":
         """Lengths that differ by one at most."""
         return cls(tuple(rank * size // ranks for rank in range(ranks + 1)))
+
+    @property
+    def mirrored(self) -> "Cut":
+        """The same lengths in the opposite order."""
+        return Cut(tuple(self.size - bound for bound in reversed(self.bounds)))
 
     @property
     def size(self) -> int:
@@ -217,3 +233,102 @@ class Stripes:
     def columns(self) -> slice:
         """The columns of the grid that are here."""
         return self.grid.of(self.index) if self.dim == "lon" else slice(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planes:
+    """How the ranks of the `tensor` axis share a sample's channels: each has some of every role.
+
+    A channel's states, labels and predictions are on one rank, where its next state is the newest
+    one plus a change and its error is taken. prognostic, diagnostic, forcing, static: which of each
+    role a rank has. inputs, outputs, forcings: times of a sample.
+    """
+
+    index: int
+    prognostic: Cut
+    diagnostic: Cut
+    forcing: Cut
+    static: Cut
+    inputs: int
+    outputs: int
+    forcings: int
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        prognostic: int,
+        diagnostic: int,
+        forcing: int,
+        static: int,
+        inputs: int,
+        outputs: int,
+        forcings: int,
+        ranks: int = 1,
+        index: int = 0,
+    ) -> "Planes":
+        """Of so many channels, each role in numbers that differ by one at most. What predicted
+        channels have too many on the last ranks, the given ones have on the first.
+
+        ValueError where a rank would have no state.
+        """
+        if prognostic < ranks:
+            raise ValueError(
+                f"{prognostic} prognostic channels cannot be shared by mesh.tensor={ranks} ranks,"
+                f" each of which has states of its own: take mesh.tensor={prognostic} at most, and"
+                " mesh.window for the others"
+            )
+        return cls(
+            index=index,
+            prognostic=Cut.even(prognostic, ranks),
+            diagnostic=Cut.even(diagnostic, ranks),
+            forcing=Cut.even(forcing, ranks).mirrored,
+            static=Cut.even(static, ranks).mirrored,
+            inputs=inputs, outputs=outputs, forcings=forcings,
+        )  # fmt: skip
+
+    @property
+    def ranks(self) -> int:
+        return self.prognostic.ranks
+
+    def known(self, rank: int) -> np.ndarray:
+        """Which of the prognostic channels a rank has."""
+        return _numbers(self.prognostic, rank)
+
+    def predicted(self, rank: int) -> np.ndarray:
+        """Which of the predicted channels: prognostic ones, then diagnostic ones."""
+        more = self.prognostic.size + _numbers(self.diagnostic, rank)
+        return np.concatenate([self.known(rank), more])
+
+    def given(self, rank: int) -> np.ndarray:
+        """Which of a model's input channels: states, oldest first, then forcing, then statics."""
+        states = _repeated(self.known(rank), self.prognostic.size, self.inputs)
+        forcing = _repeated(_numbers(self.forcing, rank), self.forcing.size, self.forcings)
+        first = self.inputs * self.prognostic.size
+        second = first + self.forcings * self.forcing.size
+        return np.concatenate([states, first + forcing, second + _numbers(self.static, rank)])
+
+    def said(self, rank: int) -> np.ndarray:
+        """Which of a model's output channels: per output time the predicted ones."""
+        total = self.prognostic.size + self.diagnostic.size
+        return _repeated(self.predicted(rank), total, self.outputs)
+
+    def spread(self, values: torch.Tensor, *, known: bool = False) -> torch.Tensor:
+        """(..., our predicted channel) -> (..., predicted channel), 0 where it is another rank's:
+        what may be added up over all ranks. known: of the prognostic channels alone."""
+        if self.ranks == 1:
+            return values
+        ours = self.known(self.index) if known else self.predicted(self.index)
+        total = self.prognostic.size + (0 if known else self.diagnostic.size)
+        whole = values.new_zeros(*values.shape[:-1], total)
+        whole[..., torch.from_numpy(ours).to(values.device)] = values
+        return whole
+
+
+def _numbers(cut: Cut, rank: int) -> np.ndarray:
+    return np.arange(cut.bounds[rank], cut.bounds[rank + 1])
+
+
+def _repeated(numbers: np.ndarray, size: int, times: int) -> np.ndarray:
+    """The same of each time, which has `size` channels."""
+    return (np.arange(times)[:, None] * size + numbers).ravel()

@@ -1,6 +1,6 @@
 """A configuration's model on one process: which family, of which shapes, in which types."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from graticule.config import BeastConfig, Config, UNetConfig
 from graticule.data.samples import SampleSource
 from graticule.data.store import Store
 from graticule.keyed import keyed_seed
+from graticule.mesh import Planes
 from graticule.model.bayes import Prior, make_bayesian
 from graticule.model.beast import Beast
 from graticule.model.family import Model
@@ -60,6 +61,31 @@ class Shapes:
     @property
     def out_channels(self) -> int:
         return self.num_outputs * self.num_predicted
+
+    def planes(self, ranks: int, index: int) -> Planes:
+        """How so many ranks share the channels."""
+        return Planes.of(
+            prognostic=self.num_prognostic,
+            diagnostic=self.num_predicted - self.num_prognostic,
+            forcing=self.num_forcing,
+            static=self.num_static,
+            inputs=self.num_inputs,
+            outputs=self.num_outputs,
+            forcings=self.num_forcings,
+            ranks=ranks,
+            index=index,
+        )
+
+    def on(self, planes: Planes) -> "Shapes":
+        """The same with the channels of a rank."""
+        index = planes.index
+        return replace(
+            self,
+            num_prognostic=planes.prognostic.length(index),
+            num_predicted=planes.prognostic.length(index) + planes.diagnostic.length(index),
+            num_forcing=planes.forcing.length(index),
+            num_static=planes.static.length(index),
+        )
 
 
 def shapes_of(source: SampleSource) -> Shapes:

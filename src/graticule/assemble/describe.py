@@ -127,7 +127,7 @@ def _of_beast(model: Beast) -> dict[str, Any]:
 def _silent(nice: Nice, num_samples: int) -> torch.Tensor:
     """In the place of a norm's conditioning while linears and convolutions are counted."""
     bias = nice.second.bias
-    return bias.new_zeros(nice.norms, num_samples, nice.parts, bias.shape[1] // nice.parts)
+    return bias.new_zeros(nice.norms, num_samples, *bias.shape[1:])
 
 
 def _uncounted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:

@@ -2,13 +2,16 @@
 
 The order has reasons. The model is built on `meta`, so that no rank ever holds what it does not
 keep. Modules that read other grid points are put in their stripes first, windows next, since both
-look only at shapes. Attention and MLP are split over `tensor` before weights are sharded: FSDP
-shards what is left of each. Memory comes last, when it is known how little of it is needed.
+look only at shapes. What `tensor` shares is split before weights are sharded: FSDP shards what is
+left of each. Memory comes last, when it is known how little of it is needed.
+
+The ranks of `tensor` share a Swin's attention and MLP, each with a stripe of its own (`tensor.py`);
+of a BEAST they share the channels and features of one stripe (`domain.py`).
 """
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,12 +20,13 @@ from torch import nn
 
 from graticule.assemble.build import Shapes, unplaced
 from graticule.config import BeastConfig, Config, UNetConfig
-from graticule.mesh import SAMPLE, Mesh, Stripes
+from graticule.mesh import POINTS, SAMPLE, Mesh, Planes, Stripes
 from graticule.model.beast import Beast
 from graticule.model.norm_gelu import BatchNormGelu
 from graticule.model.swin import Swin
 from graticule.model.unet import UNet
 from graticule.parallel.data import SharedWeights, shard_weights
+from graticule.parallel.domain import split_domain
 from graticule.parallel.exchange import Link
 from graticule.parallel.layouts import Topology
 from graticule.parallel.materialise import materialise
@@ -38,20 +42,23 @@ _log = logging.getLogger(__name__)
 class Running:
     """A model on a mesh, as one rank runs it.
 
-    model: takes and gives the rank's stripe of fields, (batch, channel, rows, columns).
-    stripes: which rows and columns of the grid those are. shared: gradients and their norm.
-    links: all over which numbers travel, the ranks that share a sample first.
+    model: takes and gives the rank's stripe of fields, (batch, channel, rows, columns), of the
+    rank's channels. stripes: which rows and columns of the grid those are. planes: which channels.
+    shapes: of a sample with these channels, on the whole grid. shared: gradients and their norm.
+    links: all over which numbers travel, the ranks that hold stripes of our channels first.
     """
 
     model: nn.Module
     mesh: Mesh
     stripes: Stripes
+    planes: Planes
+    shapes: Shapes
     shared: SharedWeights
     links: tuple[Link, ...]
 
     @property
     def link(self) -> Link:
-        """The ranks that share a sample."""
+        """The ranks that hold stripes of our channels, in order."""
         return self.links[0]
 
     @property
@@ -80,28 +87,31 @@ def assemble(
     model = unplaced(config, shapes, dtype)
     if isinstance(model, UNet) and model.seam and mesh.rank == 0:
         _say_once(model.seam)
+    over = stripe_axes(config)
+    size, index = mesh.stripes(over)
     stripes = Stripes.of(
         model.scales,
         grid=shapes.grid,
         start=(model.pad.north, model.pad.west),
         dim=settings.stripe_dim,
-        ranks=mesh.sample_size,
-        index=mesh.sample_index,
+        ranks=size,
+        index=index,
     )
-    link = Link(mesh.group(*SAMPLE), settings.exchange)
+    sharing = mesh.sample_size // size
+    planes = shapes.planes(sharing, mesh.sample_index % sharing)
+    link = Link(mesh.group(*over), settings.exchange)
     links = [link]
-    if mesh.sample_size > 1:
+    if size > 1:
         stripe(model, stripes, link)
-    if mesh.sample_size > 1 and isinstance(model, Swin | Beast):
-        topology = Topology(
-            window=mesh.sizes["window"],
-            sequence=mesh.sizes["sequence"],
-            tensor=mesh.sizes["tensor"],
-            fixed=settings.fixed_windows,
-        )
+    if size > 1 and isinstance(model, Swin | Beast):
+        topology = topology_of(config, mesh.sizes)
         sequence = Link(mesh.group("sequence"), settings.exchange)
         route_windows(model, topology, stripes, link, sequence)
-        links += [sequence, split_tensors(model, mesh)]
+        links.append(sequence)
+    if isinstance(model, Beast):
+        links.append(split_domain(model, mesh, planes))
+    elif isinstance(model, Swin):
+        links.append(split_tensors(model, mesh))
     if any(isinstance(module, BatchNormGelu) for module in model.modules()):
         links.append(Link(mesh.group(), settings.exchange))
         share_batches(model, links[-1])
@@ -112,7 +122,22 @@ def assemble(
         place(model)
     shared = SharedWeights(model, mesh)
     links += shared.links.values()
-    return Running(model=model, mesh=mesh, stripes=stripes, shared=shared, links=tuple(links))
+    return Running(
+        model=model, mesh=mesh, stripes=stripes, planes=planes, shapes=shapes.on(planes),
+        shared=shared, links=tuple(links),
+    )  # fmt: skip
+
+
+def stripe_axes(config: Config) -> tuple[str, ...]:
+    """The axes over which stripes of a sample go: without `tensor` where its ranks share the
+    channels of one."""
+    return POINTS if isinstance(config.model, BeastConfig) else SAMPLE
+
+
+def topology_of(config: Config, sizes: Mapping[str, int]) -> Topology:
+    """How the stripes' ranks share attention windows. sizes: of the mesh, by axis."""
+    shared = {axis: sizes[axis] for axis in stripe_axes(config)}
+    return Topology(**shared, fixed=config.mesh.fixed_windows)
 
 
 def _require_scored(config: Config) -> None:

@@ -8,6 +8,7 @@ gradients. Of each what all ranks send together and in how many exchanges a rank
 Last, against torch-blue, see `blue`.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +21,9 @@ from torch import Tensor
 from graticule.assemble import Running, Shapes, assemble, build_model, shapes_of_config
 from graticule.bench import blue
 from graticule.bench.beast_forms import (
+    NOTHING,
+    Layout,
+    Passes,
     Scale,
     Sent,
     of_gradients,
@@ -33,7 +37,7 @@ from graticule.mesh import Cut, Mesh
 from graticule.model.beast import Beast
 from graticule.model.draws import Draw, bound
 from graticule.parallel.launch import laid_out, mesh_of, ranks_of
-from graticule.parallel.layouts import Layout, StripeLayout, Topology, WindowLayout, plan_route
+from graticule.parallel.layouts import StripeLayout, Topology, WindowLayout, plan_route
 from graticule.parallel.local import LocalRanks
 from graticule.recipes import recipe
 from graticule.train.loss import LossWeights
@@ -89,9 +93,9 @@ def units_on_a_rank(config: Config) -> dict[tuple[str, str], Sent]:
     running = assemble(config, SHAPES, mesh)
     model = running.model
     assert isinstance(model, Beast)
-    rows, columns = running.stripes.rows, running.stripes.columns
+    rows, columns, planes = running.stripes.rows, running.stripes.columns, running.planes
     whole = torch.randn(1, SHAPES.in_channels, *GRID, generator=torch.Generator().manual_seed(0))
-    state = (whole[..., rows, columns].contiguous(),)
+    state = (whole[:, planes.given(planes.index)][..., rows, columns].contiguous(),)
     found = {}
     for unit in bound(model.units(), Draw(step=1, member=0, items=(0,))):
         given = tuple(x.detach().requires_grad_() for x in state)
@@ -139,20 +143,21 @@ def step_on_a_rank(config: Config) -> tuple[dict[str, Sent], dict[str, int]]:
     """(by what it is for, what this rank sends in a step of two samples; the mesh)."""
     mesh = Mesh(mesh_of(config.mesh, ranks_of(config)))
     running = assemble(config, SHAPES, mesh)
-    here = (..., running.stripes.rows, running.stripes.columns)
+    planes, here = running.planes, (..., running.stripes.rows, running.stripes.columns)
+    ours = planes.predicted(planes.index)
     samples = range(mesh.index("data"), 2, mesh.sizes["data"])
     whole = LossWeights.of(torch.ones(CHANNELS, *GRID, dtype=torch.bool).numpy())
     objective = Objective(
         inputs=torch.nn.Identity(), forcing=torch.nn.Identity(), labels=torch.nn.Identity(),
         statics=torch.zeros(0, *GRID)[here],
-        weights=LossWeights(whole.cell[here], whole.wet[here], whole.total), kind="mse", leads=1,
-        num_prognostic=CHANNELS, num_outputs=OUTPUTS,
+        weights=LossWeights(whole.cell[ours][here], whole.wet[ours][here], whole.total),
+        kind="mse", leads=1, num_prognostic=len(ours), num_outputs=OUTPUTS, planes=planes,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(1)
     inputs, label = (torch.randn(2, 2, CHANNELS, *GRID, generator=generator) for _ in range(2))
     batch = _Batch(
-        list(samples), inputs[list(samples)][here].contiguous(),
-        label[list(samples)][here].contiguous(),
+        list(samples),
+        *(each[list(samples)][:, :, ours][here].contiguous() for each in (inputs, label)),
     )  # fmt: skip
     ensemble = ensemble_of(config, mesh, running.model, objective, samples=10)
     assert ensemble is not None
@@ -198,22 +203,29 @@ def _unit_rows(
     name: str, config: Config, ranks: list[dict[tuple[str, str], Sent]]
 ) -> Iterator[Row]:
     model = _built(config, SHAPES)
-    s, c = config.mesh.window, config.mesh.tensor
     scales = {stage: Scale.of(module) for stage, module in model.stages.items()}
-    meant = of_units(scales, s, c, itemsize=4)
+    meant = _meant(config, SHAPES, scales, config.mesh.window, config.mesh.tensor, 4)
     silent = []
     for key in ranks[0]:
         unit, direction = key
         found = together([rank[key] for rank in ranks])
-        if not meant[unit].calls:
+        if not meant[key].calls:
             silent.append(found)
             continue
-        yield from _pair(f"{name}: {unit}, {direction}", found, meant[unit])
-    yield Row(
-        what=f"{name}: passes without a word", goal=1.0, within=0.0, unit="unit passes",
-        ours=sum(not (one.bytes or one.calls) for one in silent), against=len(silent),
-        note="patches, convolutions of stride 2, mixing, and blocks that move nothing",
-    )  # fmt: skip
+        yield from _pair(f"{name}: {unit}, {direction}", found, meant[key])
+    if silent:
+        yield Row(
+            what=f"{name}: passes without a word", goal=1.0, within=0.0, unit="unit passes",
+            ours=sum(not (one.bytes or one.calls) for one in silent), against=len(silent),
+            note="patches, convolutions of stride 2, mixing, and blocks that move nothing",
+        )  # fmt: skip
+
+
+def _meant(
+    config: Config, shapes: Shapes, scales: dict[str, Scale], s: int, c: int, itemsize: int
+) -> Passes:
+    layout = Layout.of(s, c, itemsize, _beast(config), shapes.planes(c, 0))
+    return of_units(scales, layout)
 
 
 def _built(config: Config, shapes: Shapes) -> Beast:
@@ -230,7 +242,6 @@ def _beast(config: Config) -> BeastConfig:
 def _step_rows(
     name: str, config: Config, ranks: list[tuple[dict[str, Sent], dict[str, int]]]
 ) -> Iterator[Row]:
-    nothing = Sent(0, 0)
     sizes = ranks[0][1]
     values = 2 // sizes["data"] * OUTPUTS * CHANNELS * math.prod(GRID)
     counts = weights_of(_beast(config), SHAPES.in_channels, SHAPES.out_channels)
@@ -239,7 +250,7 @@ def _step_rows(
         "gradients": of_gradients(*counts, sizes),
     }
     for what, closed in meant.items():
-        found = together([sent.get(what, nothing) for sent, _ in ranks])
+        found = together([sent.get(what, NOTHING) for sent, _ in ranks])
         if closed.calls:
             yield from _pair(f"{name}: {what}", found, closed)
         else:
@@ -276,36 +287,41 @@ def published(name: str) -> Iterator[Row]:
         "inner": Scale(rows // 2, columns // 2, 2 * model.width, model.inner_depth, inner[1] // 2),
         "second": outer,
     }
-    meant = of_units(scales, s, c, itemsize=2)
-    built = _built(config, shapes_of_config(config))
+    shapes = shapes_of_config(config)
+    meant = _meant(config, shapes, scales, s, c, 2)
+    built, label = _built(config, shapes), f"{name} [s={s}, c={c}]"
     for stage in ("first", "inner"):
-        grid_of = built.stages[stage].grid
-        topology = Topology(window=s, tensor=c)
-        stripes = StripeLayout(grid_of.tokens, Cut.even(grid_of.tokens[1], s * c), "lon")
-        regular, shifted = (WindowLayout(grid_of, topology, shifted=on) for on in (False, True))
-        width = scales[stage].width * 2
-        of_shift = float(s * scales[stage].rows * scales[stage].shift * width)
-        into = scales[stage].rows * scales[stage].columns * width * (c - 1) / c
-        routes: list[tuple[str, Layout, Layout, float]] = [
-            ("into windows", stripes, regular, into),
-            ("a shift", regular, shifted, of_shift),
-        ]
-        for what, source, target, closed in routes:
-            plans = [plan_route(source, target, rank) for rank in range(s * c)]
-            sent = sum(sum(plan.send) for plan in plans) * width
-            yield Row(
-                what=f"{name} [s={s}, c={c}]: {stage}, {what}", ours=sent / s / c / 2**20,
-                against=closed / s / c / 2**20, goal=1.0, within=1e-6, unit="MiB a rank",
-                note="planned, not run",
-            )  # fmt: skip
-        block = 4 * (c - 1) * scales[stage].rows * scales[stage].columns * width
-        yield _unrun(f"{name} [s={s}, c={c}]: {stage}, a block's gathers and sums", block)
-    one_way = sum(one.bytes for one in meant.values())
-    yield _unrun(f"{name} [s={s}, c={c}]: a forward pass", one_way)
-    yield _unrun(f"{name} [s={s}, c={c}]: a backward pass", one_way)
-    split, whole = weights_of(model, 171, 168)
-    size = 2.0 * (s * c - 1) * whole * 4 + c * 2.0 * (s - 1) * (split / c) * 4
-    yield _unrun(f"{name} [s={s}, c={c}]: gradients of one model", size)
+        grid_of, scale = built.stages[stage].grid, scales[stage]
+        stripes = StripeLayout(grid_of.tokens, Cut.even(grid_of.tokens[1], s), "lon")
+        regular, shifted = (
+            WindowLayout(grid_of, Topology(window=s), shifted=on) for on in (False, True)
+        )
+        plans = [plan_route(stripes, regular, rank) for rank in range(s)]
+        yield Row(
+            what=f"{label}: {stage}, stripes that are whole windows", unit="stripes", goal=1.0,
+            ours=sum(plan.identity or plan.quiet for plan in plans), against=s, within=0.0,
+            note="planned, not run",
+        )  # fmt: skip
+        plans = [plan_route(regular, shifted, rank) for rank in range(s)]
+        sent = sum(sum(plan.send) for plan in plans) * scale.width * 2
+        yield Row(
+            what=f"{label}: {stage}, a shift", ours=sent / s / c / 2**20,
+            against=scale.rows * scale.shift * scale.width * 2 / c / 2**20, goal=1.0, within=1e-6,
+            unit="MiB a rank", note="planned, not run",
+        )  # fmt: skip
+        for direction in ("forward", "backward"):
+            what = f"{label}: {stage}, gathers and sums of a block, {direction}"
+            yield _unrun(what, meant[f"{stage}.0", direction].bytes)
+    for unit, direction in itertools.product(
+        ("embed", "down", "up", "recover"), ("forward", "backward")
+    ):
+        yield _unrun(f"{label}: {unit}, {direction}", meant[unit, direction].bytes)
+    for direction in ("forward", "backward"):
+        size = sum(one.bytes for (_, way), one in meant.items() if way == direction)
+        yield _unrun(f"{label}: a {direction} pass", size)
+    sizes = {"window": s, "tensor": c}
+    split, whole = weights_of(model, shapes.in_channels, shapes.out_channels)
+    yield _unrun(f"{label}: gradients of one model", of_gradients(split, whole, sizes).bytes)
 
 
 def _unrun(what: str, size: float) -> Row:

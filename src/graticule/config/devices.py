@@ -13,7 +13,8 @@ class MeshConfig:
     """How many processes share the work, by axis, and how.
 
     data x member x window x sequence x tensor is the number of processes. One sample is spread
-    over window x sequence x tensor of them, each of which reads and keeps a stripe of its own.
+    over window x sequence x tensor of them, each of which reads and keeps a stripe of its own; of
+    the family beast the ranks of `tensor` share the channels of one stripe.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = FORBID
@@ -28,7 +29,8 @@ class MeshConfig:
     """Ranks that share each window's tokens; 0: the split of mesh.window ranks into window x
     sequence that is fastest, found out before training (TERRA, Algorithm 1)."""
     tensor: int = 1
-    """Ranks that share the weights of attention and MLP."""
+    """Ranks that share the weights of attention and MLP; of the family beast all weights, and the
+    channels and features of what they read and compute."""
     stripe_dim: Literal["lat", "lon"] = "lat"
     """Stripes of rows or of columns."""
     fixed_windows: tuple[int, int] | None = None

@@ -17,6 +17,7 @@ import numpy as np
 from graticule.config import DataConfig
 from graticule.data.shards import Target
 from graticule.data.store import Store
+from graticule.mesh import Planes
 from graticule.variables import Channels, Role
 
 _log = logging.getLogger(__name__)
@@ -154,6 +155,18 @@ class SampleSource:
         """The same samples, of a part of the grid."""
         part = copy(self)
         part.rows, part.columns = self.store.extent(rows, columns)
+        return part
+
+    def of(self, planes: Planes) -> "SampleSource":
+        """The same samples, of the channels of each role that `planes` gives to a rank."""
+        if planes.ranks == 1:
+            return self
+        part = copy(self)
+        part.prognostic = self.prognostic[planes.prognostic.of(planes.index)]
+        part.diagnostic = self.diagnostic[planes.diagnostic.of(planes.index)]
+        part.forcing = self.forcing[planes.forcing.of(planes.index)]
+        part.statics = self.statics[planes.static.of(planes.index)]
+        part.predicted = part.prognostic + part.diagnostic
         return part
 
     @property

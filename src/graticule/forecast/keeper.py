@@ -8,13 +8,13 @@ from torch import Tensor
 
 from graticule.forecast import log
 from graticule.forecast.clock import Clock
-from graticule.forecast.predict import Predictor, collected
+from graticule.forecast.collect import Collector
+from graticule.forecast.predict import Predictor
 from graticule.forecast.restart import Record
 from graticule.forecast.schedule import Places
 from graticule.forecast.writer import ForecastWriter
-from graticule.mesh import Stripes
-from graticule.parallel.exchange import Link
 from graticule.parallel.together import Together
+from graticule.variables import Channels
 
 
 class Keeper:
@@ -24,23 +24,21 @@ class Keeper:
         self,
         writer: ForecastWriter | None,
         predictor: Predictor,
-        stripes: Stripes | None,
-        link: Link,
+        collector: Collector,
         together: Together,
         *,
+        channels: Channels,
         clock: Clock,
-        device: str,
         places: Places,
         valid_times: np.ndarray,
         restart_every: int,
         log_every: int,
     ) -> None:
-        """writer: on the first rank of a sample. stripes, link: how its ranks share a field, and
-        between them. device: of their exchange. places: of the whole forecast. valid_times:
-        (initial time, lead of the file).
+        """writer: on the first rank of a sample. channels: of the file, all of them. places: of
+        the whole forecast. valid_times: (initial time, lead of the file).
         restart_every, log_every: in model steps; 0: never."""
         self._writer, self._predictor, self._together = writer, predictor, together
-        self._stripes, self._link, self._device = stripes, link, device
+        self._collector, self._channels = collector, channels
         self._clock, self._places, self._valid_times = clock, places, valid_times
         self._restart_every, self._log_every = restart_every, log_every
         self._num_outputs = len(predictor.source.spec.outputs)
@@ -52,14 +50,14 @@ class Keeper:
         """Write a lead of some places, and what the next begins with where that is due.
 
         field: (place, output offset, predicted channel, lat, lon); states: (place, input offset,
-        prognostic channel, lat, lon); normalised, of this rank's stripe. All ranks of a sample call
-        it. What fails is kept in `together`.
+        prognostic channel, lat, lon); normalised, of this rank's stripe and channels. All ranks of
+        a sample call it. What fails is kept in `together`.
         """
         written = 0
         for place, outputs in zip(places, field, strict=True):
             for file_lead, values in enumerate(outputs, start=(lead - 1) * self._num_outputs):
                 with self._clock("copy"):
-                    whole = self._whole(self._predictor.in_units(values))
+                    whole = self._collector.predicted(self._predictor.in_units(values))
                 if self._writer is None or whole is None:
                     continue
                 with self._together.attempt():  # all hear of it when they read the next lead
@@ -91,10 +89,10 @@ class Keeper:
                 record = Record(writer.path, places, lead)
         rest = places if lead < self._leads else ()
         for place, its in zip(rest, states, strict=False):
-            whole = self._whole(its.flatten(0, 1))
+            whole = self._collector.states(its)
             with self._together.attempt():
                 if record is not None and whole is not None:
-                    record.put(place, whole.reshape(len(its), -1, *whole.shape[1:]))
+                    record.put(place, whole)
                     put += 1
         with self._together.attempt():
             if record is not None and put == len(rest):
@@ -108,7 +106,7 @@ class Keeper:
         due = [place for place, lead in at.items() if self._logs(lead)]
         if not due:
             return
-        channels = self._predictor.source.predicted_channels
+        channels = self._channels
         ours = np.zeros((len(due), len(log.STATISTICS), len(channels)))
         for row, place in enumerate(due):
             if place in self._statistics:
@@ -127,6 +125,3 @@ class Keeper:
                     **({} if member is None else {"member": member}), lead=lead,
                     valid_time=str(self._valid_times[start, lead - 1]), seconds=self._clock.stop(),
                 )  # fmt: skip
-
-    def _whole(self, values: Tensor) -> np.ndarray | None:
-        return collected(values, self._stripes, self._link, self._device)

@@ -13,18 +13,16 @@ from graticule.data.samples import Sample, SampleSource
 from graticule.data.statistics import Statistics
 from graticule.forecast.clock import Clock
 from graticule.forecast.rollout import member_turns, next_states, rollout, turned
-from graticule.mesh import Stripes
 from graticule.model.bayes import keeping
 from graticule.model.draws import Draw
 from graticule.model.family import takes_draws
-from graticule.parallel.exchange import Link
 from graticule.parallel.together import Together
 
 
 class Predictor:
     """A model, and how its data are read, normalised and brought back to units.
 
-    source: of the stripe that is here; the normalisers, masks and statics are of its size.
+    source: of the stripe and channels that are here; so are normalisers, masks and statics.
     roll_seed: of the turns in longitude that tell members apart, of a model that was trained on
     turned samples; None: none is turned.
     """
@@ -161,36 +159,6 @@ class Predictor:
             return torch.zeros(shape, device=self.device)
         blocks = np.stack([stored(sample) for sample in samples])
         return normaliser(torch.from_numpy(blocks).to(self.device))
-
-
-def collected(
-    values: Tensor, stripes: Stripes | None, link: Link, device: str
-) -> np.ndarray | None:
-    """(channel, lat, lon) of each stripe -> of the whole grid on the first rank, None on others.
-
-    link: between the ranks that share the field, as `stripes` says; a collective of theirs, which
-    runs on `device`.
-    """
-    if link.size == 1:
-        return values.cpu().numpy()
-    assert stripes is not None, "ranks that share a field hold stripes of it"
-    dim = 1 if stripes.dim == "lat" else 2
-    line = len(values) * values.shape[3 - dim]  # values of one row, or column
-    sizes = [line * stripes.grid.length(rank) for rank in range(link.size)]
-    nothing = [0] * link.size
-    if link.rank > 0:
-        send = [sizes[link.rank], *nothing[1:]]
-        link.exchange(values.to(device).flatten(), send, nothing, "forecast")
-        return None
-    receive = [0, *sizes[1:]]
-    received = link.exchange(values.new_empty(0, device=device), nothing, receive, "forecast")
-    shape = list(values.shape)
-    shape[dim] = stripes.grid.size
-    whole = torch.empty(shape)
-    for rank, part in enumerate(received.split(receive)):
-        place = whole.narrow(dim, stripes.grid.bounds[rank], stripes.grid.length(rank))
-        place.copy_(part.view(place.shape) if rank else values)
-    return whole.numpy()
 
 
 def _refuse_not_finite(

@@ -18,13 +18,14 @@ from graticule.data.samples import SampleSource
 from graticule.data.statistics import Statistics
 from graticule.data.times import seconds_of
 from graticule.forecast.clock import PARTS, SECONDS_A_YEAR, Clock, Timing, timing_path
+from graticule.forecast.collect import Collector
 from graticule.forecast.keeper import Keeper
 from graticule.forecast.predict import Predictor
 from graticule.forecast.reader import is_complete
 from graticule.forecast.restart import Kept, kept, remove
 from graticule.forecast.schedule import Places, shares, turns
 from graticule.forecast.writer import ForecastWriter
-from graticule.mesh import SAMPLE, Mesh, Stripes
+from graticule.mesh import SAMPLE, Mesh, Planes, Stripes
 from graticule.parallel.exchange import Link
 from graticule.parallel.talk import everyone
 from graticule.parallel.together import Together
@@ -78,6 +79,7 @@ def forecast(
     progress: Callable[[int, int], None] | None = None,
     mesh: Mesh | None = None,
     stripes: Stripes | None = None,
+    planes: Planes | None = None,
     resume: bool = False,
     restart_every: int = 0,
     log_every: int = 0,
@@ -92,7 +94,8 @@ def forecast(
     many initial times run side by side on the ranks of a sample, always of one member. attributes:
     provenance for the file. inputs: paths that must not be written to.
     mesh: none: of one process. Of several, all make this call with the same arguments but for the
-    model, the source of their stripe, and `stripes`: how the ranks of a sample share a field.
+    model, the source of their stripe (of all channels), and `stripes` and `planes`: how the ranks
+    of a sample share its points and channels.
     resume: go on with what a forecast that was stopped left at `out` (Zarr), on whatever mesh it
     ran; one that is complete is left as it is, and where there is nothing it begins.
     restart_every, log_every: after how many leads it keeps what a resumed one goes on with
@@ -109,6 +112,7 @@ def forecast(
     by_rank = shares(places, mesh.sizes)
     rank = mesh.index("data") * mesh.sizes["member"] + mesh.index("member")
     times, spec = source.store.times, source.spec
+    ours = source if planes is None else source.of(planes)
     # A model step may end at several times; each is a lead of the file.
     offsets = [o for lead in range(1, leads + 1) for o in spec.label_offsets(lead)]
     valid = np.array(
@@ -140,7 +144,7 @@ def forecast(
     with ExitStack() as stack, torch.inference_mode():
         with together.agreed():
             check_starts(source, starts, leads)
-            predictor = Predictor(model, source, statistics, torch.device(device), roll_seed)
+            predictor = Predictor(model, ours, statistics, torch.device(device), roll_seed)
             _check_members(members, predictor.drawn, roll_seed is not None)
             if members is not None and roll_seed is not None:
                 _require_circles(source)
@@ -151,7 +155,8 @@ def forecast(
         stack.enter_context(predictor.keeping())
         clock = Clock()
         keeper = Keeper(
-            writer, predictor, stripes, link, together, clock=clock, device=mesh.device,
+            writer, predictor, Collector(stripes, planes, link, mesh.device), together,
+            channels=source.predicted_channels, clock=clock,
             places=places, valid_times=valid, log_every=log_every,
             restart_every=restart_every if out.suffix == ".zarr" else 0,
         )  # fmt: skip
@@ -165,9 +170,12 @@ def forecast(
                     assert left is not None, "leads are there of what was left"
                     states = torch.stack(
                         [left[place].states(source.rows, source.columns) for place in here]
-                    ).to(device)
+                    )
+                    if planes is not None:
+                        states = states[:, :, planes.known(planes.index)]
+                    states = states.to(device)
             fields = predictor.leads(
-                [source.sample(starts[places.start(place)]) for place in here],
+                [ours.sample(starts[places.start(place)]) for place in here],
                 range(after + 1, leads + 1), together, clock=clock, states=states,
                 steps=turn.steps, member=places.member(here[0]) if here else None,
             )  # fmt: skip

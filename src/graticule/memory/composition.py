@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from graticule.memory.gathers import after_recomputing, asked_for, gathered_again, there
 from graticule.memory.offload import BUFFERS
 from graticule.memory.plan import Plan, Segment
 from graticule.memory.recording import (
@@ -13,7 +14,7 @@ from graticule.memory.recording import (
     Part,
     Recording,
 )
-from graticule.memory.trace import ACTIVATIONS, GATHERED
+from graticule.memory.trace import ACTIVATIONS, GATHERED, UNDERWAY
 
 if TYPE_CHECKING:
     from graticule.memory.profile import Profile
@@ -182,24 +183,23 @@ class Composition:
             self._used_up(lead, units)
         self._add(last, lead, again=True, start=last.turn)
         for unit in reversed(units[:-1]):
-            if unit > segment.first:
-                # In place of these weights, its part has those that come for the next one.
-                before = self._part("forward", lead, unit - 1).levels[:, self.columns[GATHERED]]
-                self._change(-int(before.max()), GATHERED)
-            self._add(self._part("backward", lead, unit), lead, again=True)
+            part = self._part("backward", lead, unit)
+            levels = part.levels.copy()
+            after_recomputing(*self._weights(levels), first=unit == segment.first)
+            self._add(replace(part, levels=levels), lead, again=True)
         if not copied:
             self._release(lead, self._state(lead, segment.first))
 
     def _recompute(self, lead: int, units: range) -> None:
         for unit in units:
             part = self._part("forward", lead, unit)
-            levels, gathered = part.levels.copy(), self.columns[GATHERED]
-            if unit >= units[-1] - 1:
-                # Sharded weights are there already, whole or on their way: the backward pass has
-                # asked for those of its unit and of the one before.
-                levels[:, gathered] = 0
-            else:  # They stay until then.
-                levels[:, gathered] = np.maximum.accumulate(levels[:, gathered])
+            levels = part.levels.copy()
+            weights = self._weights(levels)
+            if unit == units[-1]:
+                there(*weights)
+            else:
+                _, waiting = self._weights(self._part("backward", lead, unit).levels)
+                gathered_again(*weights, asked=unit == units[-2] and asked_for(waiting))
             last = replace(part, levels=levels)
             if unit < units[-1]:
                 self._add(last, lead, again=True)
@@ -213,6 +213,10 @@ class Composition:
                 end[self.columns[BOUNDARIES]] -= size
         self.level = end
         self._append(end[None])
+
+    def _weights(self, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Sharded ones: while they are whole, and underway."""
+        return levels[:, self.columns[GATHERED]], levels[:, self.columns[UNDERWAY]]
 
     # States that segments keep.
 

@@ -31,7 +31,7 @@ from graticule.memory.recording import (
     Recording,
     record,
 )
-from graticule.memory.trace import GATHERED
+from graticule.memory.trace import GATHERED, UNDERWAY
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -94,7 +94,7 @@ def profile_step(
     recompute = record(job, forward, Marks(action="recompute", stop=forward))
     recordings = [keep, recompute, *(one for one in (wise, tiled, plainly) if one)]
     known = [name for recording in recordings for name in recording.owners]
-    owners = tuple(dict.fromkeys([*known, GATHERED, BOUNDARIES, RECOMPUTED]))
+    owners = tuple(dict.fromkeys([*known, GATHERED, UNDERWAY, BOUNDARIES, RECOMPUTED]))
     flops = [marks.forward_flops(unit) for unit in range(len(marks.names))]
     return Profile(
         units=marks.names, leads=leads, owners=owners, keep=keep.ordered(owners),

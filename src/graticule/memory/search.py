@@ -85,11 +85,12 @@ class _Lead:
     @staticmethod
     def of(front: Front) -> "_Lead":
         r, p, c = front.resident, front.peak, front.seconds
-        until = np.full(len(r), np.iinfo(np.int64).max)
+        never = np.iinfo(np.int64).max
+        until = np.full(len(r), never)
         for part in np.array_split(np.arange(len(r)), 1 + len(r) ** 2 // 4_000_000):
             better = (r[None] <= r[part, None]) & (c[None] <= c[part, None])
             better[np.arange(len(part)), part] = False
-            until[part] = np.where(better, p[None], until[part, None]).min(1, initial=until[0])
+            until[part] = np.where(better, p[None], never).min(1)
         order = np.argsort(p, kind="stable")
         return _Lead(front, until, p[order], _running(order, (c, r)), _running(order, (r, c)))
 

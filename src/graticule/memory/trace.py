@@ -8,6 +8,7 @@ after the step:
 parameters, ...  what the caller names (`owned`), before or after the step
 gradients        what was accumulated for a parameter
 gathered weights what is resized: sharded parameters while they are whole
+weights underway buffers in which they arrive
 inputs           what came from outside: an operation met it and none had made it. Fields and
                  labels as the loader reads them, and their copies on the device
 activations      made outside the backward pass and alive in it: what it has to keep
@@ -36,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 GRADIENTS, INPUTS, ACTIVATIONS, TEMPORARIES = "gradients", "inputs", "activations", "temporaries"
-GATHERED, ELSEWHERE = "gathered weights", "elsewhere"
+GATHERED, UNDERWAY, ELSEWHERE = "gathered weights", "weights underway", "elsewhere"
 T = TypeVar("T")
 Mark = tuple[Any, ...]
 
@@ -234,6 +235,8 @@ class _Tracker(TorchDispatchMode):
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor):
                 self._meet(tensor, INPUTS if to_device else None, in_backward)
+        if func.namespace == "fsdp" and "all_gather_copy_in" in func.name():
+            self.own(UNDERWAY, made)
         return made
 
     def own_all(self, owned: Mapping[str, Iterable[Tensor]]) -> tuple[list[Tensor], list[str]]:

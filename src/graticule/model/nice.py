@@ -37,29 +37,27 @@ class Nice(nn.Module):
         if num_noise:
             self.first = Linear(num_noise, norms * hidden, std=num_noise**-0.5)
             self.first.bayesian = False
-            self.second = Heads(norms, hidden, parts * width)
+            self.second = Heads(norms, hidden, parts, width)
         else:
-            self.second = Offsets(norms, parts * width)
+            self.second = Offsets(norms, parts, width)
 
     def forward(self, num_samples: int) -> Tensor:
-        weight = self.second.bias
+        bias = self.second.held("bias")
         if not self.num_noise:
-            out = weight[:, None].expand(-1, num_samples, -1)
+            return bias[:, None].expand(-1, num_samples, -1, -1)
+        draw = current()
+        if len(draw.items) != num_samples:
+            raise ValueError(
+                f"a batch of {num_samples} samples was called with a draw of"
+                f" {len(draw.items)} items: each sample's noise has the number of its own"
+                " item (Draw.items)"
+            )
+        if has_no_values(bias):
+            e = bias.new_empty(num_samples, self.num_noise)
         else:
-            draw = current()
-            if len(draw.items) != num_samples:
-                raise ValueError(
-                    f"a batch of {num_samples} samples was called with a draw of"
-                    f" {len(draw.items)} items: each sample's noise has the number of its own"
-                    " item (Draw.items)"
-                )
-            if has_no_values(weight):
-                e = weight.new_empty(num_samples, self.num_noise)
-            else:
-                e = noise(self.key, draw, self.num_noise, weight.device).to(weight.dtype)
-            hidden = F.gelu(self.first(e)).unflatten(1, (self.norms, -1))
-            out = self.second(hidden.transpose(0, 1))
-        return out.unflatten(-1, (self.parts, -1))
+            e = noise(self.key, draw, self.num_noise, bias.device).to(bias.dtype)
+        hidden = F.gelu(self.first(e)).unflatten(1, (self.norms, -1))
+        return self.second(hidden.transpose(0, 1))
 
     @property
     def forward_flops(self) -> int:
@@ -69,14 +67,15 @@ class Nice(nn.Module):
 
 
 class Heads(Layer):
-    """(norm, sample, in) -> (norm, sample, out), a linear layer for each norm, 0 at first."""
+    """(norm, sample, in) -> (norm, sample, part, width), a linear layer for each norm, 0 at
+    first."""
 
     bayesian = False
 
-    def __init__(self, norms: int, num_in: int, num_out: int) -> None:
+    def __init__(self, norms: int, num_in: int, parts: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(norms, num_out, num_in))
-        self.bias = nn.Parameter(torch.empty(norms, num_out))
+        self.weight = nn.Parameter(torch.empty(norms, parts, width, num_in))
+        self.bias = nn.Parameter(torch.empty(norms, parts, width))
 
     def reset(self, generator: torch.Generator) -> None:
         nn.init.zeros_(self.weight)
@@ -84,17 +83,18 @@ class Heads(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weights(x.dtype)
-        return torch.baddbmm(bias[:, None], x, weight.transpose(1, 2))
+        flat = bias.flatten(1)[:, None], x, weight.flatten(1, 2).transpose(1, 2)
+        return torch.baddbmm(*flat).unflatten(-1, bias.shape[1:])
 
 
 class Offsets(Layer):
-    """Learned numbers in the place of `Heads`, 0 at first."""
+    """Learned numbers in the place of `Heads`, (norm, part, width), 0 at first."""
 
     bayesian = False
 
-    def __init__(self, norms: int, num_out: int) -> None:
+    def __init__(self, norms: int, parts: int, width: int) -> None:
         super().__init__()
-        self.bias = nn.Parameter(torch.empty(norms, num_out))
+        self.bias = nn.Parameter(torch.empty(norms, parts, width))
 
     def reset(self, generator: torch.Generator) -> None:
         nn.init.zeros_(self.bias)

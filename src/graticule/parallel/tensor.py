@@ -43,7 +43,7 @@ def split_tensors(model: nn.Module, mesh: Mesh) -> Link:
             _require_even(path, "heads", module.heads, link.size)
             columns, row = [module.q, module.k, module.v], module.proj
             if module.bias is not None:
-                _split(module.bias, "bias_table", 1, axis)
+                split_parameter(module.bias, "bias_table", 1, axis)
                 specialise(module.bias, SplitBias)
             specialise(module, SplitAttention, heads=module.heads // link.size, link=link)
         elif isinstance(module, Mlp):
@@ -53,10 +53,10 @@ def split_tensors(model: nn.Module, mesh: Mesh) -> Link:
         else:
             continue
         for column in columns:
-            _split(column, "weight", 0, axis)
-            _split(column, "bias", 0, axis)
+            split_parameter(column, "weight", 0, axis)
+            split_parameter(column, "bias", 0, axis)
             specialise(column, ColumnLinear)
-        _split(row, "weight", 1, axis)
+        split_parameter(row, "weight", 1, axis)
         specialise(row, RowLinear, link=link)
     return link
 
@@ -145,7 +145,7 @@ def _scattered(x: Tensor, link: Link) -> Tensor:
     return link.scatter_sum(x.unflatten(1, (link.size, -1)).transpose(0, 1), "tensor")
 
 
-def _split(layer: nn.Module, name: str, dim: int, axis: Any) -> None:
+def split_parameter(layer: nn.Module, name: str, dim: int, axis: Any) -> None:
     """Keep our part, along `dim`, of a layer's parameter, and of what it is drawn by."""
     from torch.distributed.tensor import DTensor, Shard
 

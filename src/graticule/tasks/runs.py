@@ -187,6 +187,7 @@ def forecast_from_run(
         statistics, out,
         starts=chosen, leads=leads, members=members, device=device, progress=progress, mesh=mesh,
         stripes=stripes,
+        planes=running.planes,
         roll_seed=config.train.seed if config.train.roll_longitude else None,
         inputs=[found],
         resume=resume,

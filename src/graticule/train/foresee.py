@@ -6,6 +6,7 @@ that have shapes and no values; its step runs a few times under the memory trace
 decides (`layers.imitating`).
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graticule.assemble import Shapes, assemble, build_model
+from graticule.assemble import Shapes, assemble, build_model, topology_of
 from graticule.config import Config, SwinConfig
 from graticule.memory.profile import Profile, profile_step
 from graticule.memory.repeat import traced_depth, with_blocks
-from graticule.mesh import Mesh, Stripes
+from graticule.mesh import SAMPLE, Mesh, Stripes
 from graticule.model.beast import Beast
 from graticule.model.layers import imitating
 from graticule.model.swin import Swin
@@ -47,15 +48,19 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
 def heaviest_rank(config: Config, shapes: Shapes, ranks: int) -> int:
     """The rank of a sample that holds most: most window tokens, then most rows (columns) of the
     field and of the grid, then most kinds of shifted windows (each kind attends by itself, and
-    what comes out is put together), then most neighbours whose halos it has; the first of several.
+    what comes out is put together), then most neighbours whose halos it has, then, where several
+    ranks share the channels of its stripe, most channels; the first of several.
     """
     sizes = mesh_of(config.mesh, ranks)
-    topology = Topology(
-        window=sizes["window"],
-        sequence=sizes["sequence"],
-        tensor=sizes["tensor"],
-        fixed=config.mesh.fixed_windows,
-    )
+    topology = topology_of(config, sizes)
+    sharing = math.prod(sizes[axis] for axis in SAMPLE) // topology.ranks
+    planes = shapes.planes(sharing, 0)
+    most = max(range(sharing), key=lambda n: (len(planes.given(n)), len(planes.said(n))))
+    return heaviest_stripe(config, shapes, topology) * sharing + most
+
+
+def heaviest_stripe(config: Config, shapes: Shapes, topology: Topology) -> int:
+    """The number of the stripe whose rank holds most, by the same order."""
     if topology.ranks == 1:
         return 0
     model = build_model(config, shapes, device="meta")
@@ -102,7 +107,15 @@ def foresee(
 
     rank: None: the heaviest. on: the kind of device, `cpu` or `cuda`. stored: of the store's
     numbers. tiles: row tiles that plans may have, where weights allow it.
-    simple: whether plans may have that."""
+    simple: whether plans may have that.
+    ValueError for weights that stay whole between passes (`mesh.reshard=false`)."""
+    if ranks > 1 and config.mesh.weights == "sharded" and not config.mesh.reshard:
+        raise ValueError(
+            "mesh.reshard=false is not planned: weights stay whole from the first lead's forward"
+            " pass to the last one's backward pass, and are gathered again for others, by what a"
+            " plan recomputes. Set mesh.reshard=true, or run without memory.budget and with"
+            " memory.mode=best (nothing is recomputed then)"
+        )
     if rank is None:
         rank = heaviest_rank(config, shapes, ranks)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -116,7 +129,7 @@ def foresee(
         fewer = _few_blocks(config)
         running = assemble(fewer, shapes, mesh, place=place)
         with mode, imitating(on):
-            job = Rehearsal(fewer, shapes, running, on, data, stored)
+            job = Rehearsal(fewer, running, on, data, stored)
             tiles = tiles if _whole(config) else 1
             profile = profile_step(
                 job, leads_together(config), tiles=tiles, simple=simple,

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from graticule.config import TrainConfig
+from graticule.mesh import Planes
 from graticule.model.layers import few
 from graticule.parallel.exchange import Link
 
@@ -60,16 +61,23 @@ class LossWeights:
         mean_area: float | None = None,
         denominator: Denominator = "wet",
         link: Link | None = None,
+        planes: Planes | None = None,
         device: torch.device | str = "cpu",
     ) -> "LossWeights":
         """wet: (channel, lat, lon) bool. cell_area: (lat, lon), any unit; None: all cells alike.
 
         Of a part of the grid, which may be empty: mean_area is that of the whole grid's cells,
-        link the ranks that hold its parts. They call it together and get the same `total`.
+        link the ranks that hold its parts, of all channels. They call it together and get the same
+        `total`. planes: which channels `wet` is of; None: all of them.
         device: where the weights are.
         ValueError if nothing is wet anywhere.
         """
-        link = link or Link()
+        link, first = link or Link(), planes is None or planes.index == 0
+
+        def of_all(cell: np.ndarray) -> Tensor:
+            sums = torch.tensor(cell.sum((1, 2), dtype=np.float64), device=device)
+            return sums if planes is None else planes.spread(sums)
+
         cell = wet = wet.astype(bool)
         relative = np.ones(wet.shape[1:], np.float32)
         if cell_area is not None:
@@ -79,16 +87,18 @@ class LossWeights:
             relative = (cell_area / mean_area).astype(np.float32)
             cell = wet * relative
         # Of the rounded weights, so that an error of 2 everywhere is a loss of 2.
-        sums = np.append(cell.sum((1, 2), dtype=np.float64), relative.sum(dtype=np.float64))
-        *by_channel, whole = link.sum(torch.tensor(sums, device=device), "weights").tolist()
+        sums = of_all(cell)
+        # Of the ranks that hold the same points, once.
+        points = sums.new_tensor([relative.sum(dtype=np.float64) if first else 0.0])
+        *by_channel, whole = link.sum(torch.cat([sums, points]), "weights").tolist()
         if not any(by_channel):
             raise ValueError(f"no predicted channel has a wet cell among {wet.shape}: no loss")
         if denominator == "channel":
-            factors = [whole / own if own else 0.0 for own in by_channel]
-            cell = (np.array(factors)[:, None, None] * cell).astype(np.float32)
-            sums = cell.sum((1, 2), dtype=np.float64)
-            by_channel = link.sum(torch.tensor(sums, device=device), "weights").tolist()
-        total = whole * len(wet) if denominator == "cells" else math.fsum(by_channel)
+            factors = np.array([whole / own if own else 0.0 for own in by_channel])
+            ours = factors if planes is None else factors[planes.predicted(planes.index)]
+            cell = (ours[:, None, None] * cell).astype(np.float32)
+            by_channel = link.sum(of_all(cell), "weights").tolist()
+        total = whole * len(by_channel) if denominator == "cells" else math.fsum(by_channel)
         mask = torch.from_numpy(wet)
         return cls(mask if cell is wet else torch.from_numpy(cell), mask, total).to(device)
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from graticule.forecast.rollout import rollout
+from graticule.mesh import Planes
 from graticule.train.differences import Differences
 from graticule.train.loss import Kind, LossWeights, weighted_errors
 
@@ -47,6 +48,7 @@ class Objective:
     num_outputs: output offsets of a model step.
     detach_every: after how many leads the gradient is not handed on; 0: it is through all of them.
     differences: of the gradient loss, where there is one.
+    planes: which channels those here are, of which channels of all; None: all of them.
     """
 
     inputs: Decode
@@ -60,6 +62,7 @@ class Objective:
     num_outputs: int = 1
     detach_every: int = 0
     differences: Differences | None = None
+    planes: Planes | None = None
 
     @property
     def groups(self) -> list[range]:
@@ -72,8 +75,18 @@ class Objective:
 
     @property
     def num_channels(self) -> int:
-        """That are predicted."""
+        """That are predicted here."""
         return int(self.weights.cell.shape[0])
+
+    def of_all(self, values: Tensor, *, known: bool = False) -> Tensor:
+        """(..., channel predicted here) -> (..., channel that any rank predicts), 0 where it is
+        another's: what is added up over ranks. known: of prognostic channels alone."""
+        return values if self.planes is None else self.planes.spread(values, known=known)
+
+    def ours(self, values: Tensor) -> Tensor:
+        """(channel that any rank predicts) -> (channel predicted here)."""
+        planes = self.planes
+        return values if planes is None else values[planes.predicted(planes.index)]
 
     def weight(self, samples: int) -> float:
         """The global weight of one lead of `samples` samples."""

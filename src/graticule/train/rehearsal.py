@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from graticule.assemble import PRECISIONS, Running, Shapes
+from graticule.assemble import PRECISIONS, Running
 from graticule.config import Config
 from graticule.memory.apply import Memory
 from graticule.memory.trace import GRADIENTS, INPUTS, own
 from graticule.model.bayes import weights_of
+from graticule.parallel.data import local
 from graticule.train import likelihoods
 from graticule.train.differences import Differences
 from graticule.train.differentiated import Differentiated
@@ -131,12 +132,12 @@ class Rehearsal:
     def __init__(
         self,
         config: Config,
-        shapes: Shapes,
         running: Running,
         on: str,
         data: DataPath,
         stored: torch.dtype,
     ) -> None:
+        shapes = running.shapes
         self.config, self.shapes, self.running = config, shapes, running
         self.data, self.stored = data, stored
         parts = (running.stripes.rows, running.stripes.columns)
@@ -182,6 +183,7 @@ class Rehearsal:
             leads=config.train.leads,
             num_prognostic=shapes.num_prognostic,
             num_outputs=shapes.num_outputs,
+            planes=running.planes,
             differences=Differences.of(
                 weights,
                 config.train.gradient_loss,
@@ -199,7 +201,7 @@ class Rehearsal:
             # Members come one at a time: the last one's step, with what is left of the others.
             own = len(self.ensemble.own)
             self.ensemble = replace(self.ensemble, own=self.ensemble.own[:1])
-            if isinstance(next(running.model.parameters()), FakeTensor):
+            if isinstance(local(next(running.model.parameters())), FakeTensor):
                 self.kept = [
                     torch.empty(nbytes, dtype=torch.uint8) for nbytes in self._of_others(own)
                 ]

@@ -54,7 +54,7 @@ class Run:
         self.dynamic_scale: DynamicScale | None = None
         if self.settings.dynamic_scale == "inverse":
             self.dynamic_scale = DynamicScale.of(
-                task.objective.num_channels, self.settings.dynamic_scale_limit
+                len(task.source.predicted), self.settings.dynamic_scale_limit
             )
         self.started_from = ""
         if start is None and self.settings.start_from:

@@ -116,7 +116,7 @@ def training_step(
     seen: list[Any] = []
     factors = sums.new_ones(channels)
     if dynamic_scale:
-        factors = sums.new_tensor(dynamic_scale.factors)
+        factors = objective.ours(sums.new_tensor(dynamic_scale.factors))
     given = model, objective, factors * (scale / weight), memory or Memory()
     rollout = ensemble.rollouts(step, *given) if ensemble else Differentiated(*given)
     pull = ensemble.pull if ensemble else None
@@ -131,7 +131,8 @@ def training_step(
             parts = [sums.sum(1) / weight, others]
             if dynamic_scale:
                 parts += [(sums * factors).sum().reshape(1) / weight]
-                parts += [sums[0] * (channels / weight)]
+                by_channel = objective.of_all(sums[0])
+                parts += [by_channel * (len(by_channel) / weight)]
             if pull:
                 parts.append(pull.sums)
             totals, norm = shared.total(torch.cat(parts))

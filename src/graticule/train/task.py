@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from graticule.assemble import PRECISIONS, Running, assemble, shapes_of
+from graticule.assemble import PRECISIONS, Running, assemble, shapes_of, stripe_axes
 from graticule.config import Config, fingerprint
 from graticule.data.loader import Batch, Loader, Order
 from graticule.data.normalise import Normaliser, normalised_statics
@@ -34,8 +34,9 @@ _log = logging.getLogger(__name__)
 class Task:
     """What a configuration makes of a store: samples, model and objective, before any state.
 
-    source, objective: of the part of the grid that is here (`running.stripes`). ensemble: of
-    models whose members are scored together.
+    source: of all channels, of the part of the grid that is here (`running.stripes`). objective:
+    of the channels that are here, too (`running.planes`). ensemble: of models whose members are
+    scored together.
     """
 
     config: Config
@@ -56,7 +57,8 @@ class Task:
         store = _store_of(config)
         whole = SampleSource(store, config.data)
         if settings.roll_longitude:
-            _require_rollable(whole, config.mesh.stripe_dim, mesh.sample_size)
+            ranks, _ = mesh.stripes(stripe_axes(config))
+            _require_rollable(whole, config.mesh.stripe_dim, ranks)
         if config.model.boundary == "globe":
             _require_closed(whole)
         train_starts = whole.starts("train", settings.leads)
@@ -70,13 +72,12 @@ class Task:
             _log.info("no validation split: no validation loss")
         statistics = Statistics.load(store)
         statistics.check_times(store, whole.times("train"))
-        statics = whole.channel_names["static"]
-        shapes = shapes_of(whole)
-        running = assemble(config, shapes, mesh, device=device)
+        running = assemble(config, shapes_of(whole), mesh, device=device)
         rows, columns = running.stripes.rows, running.stripes.columns
         source = whole.part(rows, columns)
         if settings.roll_longitude:
             _require_no_land(source, running, device)
+        ours = source.of(running.planes)
 
         dtype = PRECISIONS[settings.precision].fields
         here = {"rows": rows, "columns": columns}
@@ -85,28 +86,31 @@ class Task:
             return Normaliser(store, channels, statistics, dtype=dtype, **here).to(device)
 
         # Masks are large: what is predicted, compared and given has the same one.
-        labels = normaliser(source.predicted)
-        same = source.prognostic == source.predicted
+        labels = normaliser(ours.predicted)
+        same = ours.prognostic == ours.predicted
 
         area = store.grid.cell_area if settings.area_weighted else None
         weights = LossWeights.of(
-            store.wet_part(source.predicted, rows, columns),
+            store.wet_part(ours.predicted, rows, columns),
             None if area is None else area[rows, columns],
             mean_area=None if area is None else float(area.mean()),
             denominator=settings.denominator,
             link=Link(mesh.group(*SAMPLE)),
+            planes=running.planes,
             device=device,
         ).sharing(labels.wet)
         objective = Objective(
-            inputs=labels if same else normaliser(source.prognostic),
-            forcing=normaliser(source.forcing),
+            inputs=labels if same else normaliser(ours.prognostic),
+            forcing=normaliser(ours.forcing),
             labels=labels,
-            statics=normalised_statics(store, statics, statistics, **here).to(device, dtype),
+            statics=normalised_statics(
+                store, ours.channel_names["static"], statistics, **here
+            ).to(device, dtype),
             weights=weights,
             kind=loss_kind(settings),
             leads=settings.leads,
-            num_prognostic=shapes.num_prognostic,
-            num_outputs=shapes.num_outputs,
+            num_prognostic=running.shapes.num_prognostic,
+            num_outputs=running.shapes.num_outputs,
             detach_every=settings.detach_every,
             differences=Differences.of(
                 weights, settings.gradient_loss, grid=store.grid.shape,
@@ -114,7 +118,9 @@ class Task:
             )
             if settings.gradient_loss
             else None,
+            planes=running.planes,
         )  # fmt: skip
+        statics = whole.channel_names["static"]
         names = [store.channels.names[c] for c in source.used] + statics
         mean, scale = statistics.aligned(names)
         return cls(
@@ -197,7 +203,7 @@ class Task:
 
     def _loader(self, order: Order, numbers: range, **shares: Any) -> Loader:
         return Loader(
-            self.source,
+            self.source.of(self.running.planes),
             order,
             numbers,
             threads=self.config.data.read_threads,

@@ -156,15 +156,17 @@ class _Rollouts:
         self.objective = replace(objective, leads=wanted.leads[-1])
         rows, columns = task.running.stripes.rows, task.running.stripes.columns
         area = source.store.grid.cell_area
+        planes = task.running.planes
         self.weights = LossWeights.of(
-            source.store.wet_part(source.predicted, rows, columns), area[rows, columns],
-            mean_area=float(area.mean()), link=Link(mesh.group(*SAMPLE)), device=task.device,
+            source.store.wet_part(source.of(planes).predicted, rows, columns), area[rows, columns],
+            mean_area=float(area.mean()), link=Link(mesh.group(*SAMPLE)), planes=planes,
+            device=task.device,
         )  # fmt: skip
         known = slice(objective.num_prognostic)
         self.known = replace(
             self.weights, cell=self.weights.cell[known], wet=self.weights.wet[known]
         )
-        by_channel = self.weights.cell.sum((1, 2), dtype=torch.float64)
+        by_channel = objective.of_all(self.weights.cell.sum((1, 2), dtype=torch.float64))
         self.by_channel = Link(mesh.group(*SAMPLE)).sum(by_channel, "weights").cpu().numpy()
         _, self.std = task.statistics.aligned(self.names)
 
@@ -210,11 +212,11 @@ class _Rollouts:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Over all samples and ranks: the objective's error of each lead; by horizon and channel
         the squared errors of the last output time, of the forecast and of persistence."""
-        task, most = self.task, self.leads[-1]
+        task, most, all_known = self.task, self.leads[-1], len(self.task.source.prognostic)
         known, channels = self.objective.num_prognostic, len(self.names)
         losses = torch.zeros(most, dtype=torch.float64, device=task.device)
         squares = losses.new_zeros(len(self.leads), channels)
-        persistence = losses.new_zeros(len(self.leads), known)
+        persistence = losses.new_zeros(len(self.leads), all_known)
         mesh = task.running.mesh
         # The mean of all members is on each rank that shares them.
         ranks, tells = mesh.sizes["data"], mesh.index("member") == 0
@@ -232,8 +234,10 @@ class _Rollouts:
                         losses[lead - 1] += errors.sum()
                     if counts and lead in self.leads and tells:
                         place, last = self.leads.index(lead), labels[:, -1:]
-                        squares[place] += _squares(predicted[:, -1:], last, self.weights)
-                        persistence[place] += _squares(newest, last[:, :, :known], self.known)
+                        errors = _squares(predicted[:, -1:], last, self.weights)
+                        squares[place] += self.objective.of_all(errors)
+                        errors = _squares(newest, last[:, :, :known], self.known)
+                        persistence[place] += self.objective.of_all(errors, known=True)
                     if progress:
                         progress(number * most + lead, batches * most)
         packed = torch.cat([losses, squares.flatten(), persistence.flatten()])

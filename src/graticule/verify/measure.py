@@ -14,7 +14,7 @@ from graticule.assemble import Running, Shapes, assemble
 from graticule.config import Config
 from graticule.forecast.rollout import rollout
 from graticule.keyed import keyed
-from graticule.mesh import Mesh, Stripes
+from graticule.mesh import Mesh
 from graticule.model.bayes import keep_start
 from graticule.parallel.box import box_of
 from graticule.parallel.data import local
@@ -33,13 +33,16 @@ _LEARNING_RATE = 0.05
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Part:
-    """What one rank computed: of the first micro-batch its members, its samples, its stripe.
-    input_gradient: of its own members."""
+    """What one rank computed: of the first micro-batch its members, its samples, its stripe, its
+    predicted and its prognostic channels (`channels`, `known`). input_gradient: of its own members.
+    """
 
     samples: slice
     rows: slice
     columns: slice
     members: slice
+    channels: np.ndarray
+    known: np.ndarray
     output: np.ndarray
     input_gradient: np.ndarray
     weight_gradients: "_Held"
@@ -104,11 +107,14 @@ class Results:
         samples, members = (
             max(getattr(p, of).stop for p in parts) for of in ("samples", "members")
         )
-        output = np.full((members, samples, *first.output.shape[2:-2], *shapes.grid), np.nan)
-        gradient = np.full((samples, *first.input_gradient.shape[1:-2], *shapes.grid), np.nan)
+        of_output = first.output.shape[2], shapes.num_predicted, *shapes.grid
+        output = np.full((members, samples, *of_output), np.nan)
+        of_input = first.input_gradient.shape[1], shapes.num_prognostic, *shapes.grid
+        gradient = np.full((samples, *of_input), np.nan)
         for part in parts:
-            here = part.samples, ..., part.rows, part.columns
-            output[part.members, *here] = part.output
+            place = part.members, part.samples, slice(None), part.channels, part.rows, part.columns
+            output[place] = part.output
+            here = part.samples, slice(None), part.known, part.rows, part.columns
             # Members are given the same input.
             before = gradient[here]
             gradient[here] = np.where(np.isnan(before), 0.0, before) + part.input_gradient
@@ -183,16 +189,16 @@ def measure(
     """
     mesh = Mesh(mesh_of(config.mesh, ranks_of(config)))
     running = assemble(config, shapes, mesh, dtype=dtype)
-    stripes = running.stripes
+    stripes, planes = running.stripes, running.planes
     samples = slice(mesh.index("data"), batch, mesh.sizes["data"])
     assert samples.start < batch, f"a batch of {batch} leaves some of mesh.data without a sample"
-    objective = _objective(config, shapes, stripes, dtype)
+    objective = _objective(config, shapes, running, dtype)
     ensemble = ensemble_of(config, mesh, running.model, objective, samples=1)
     if config.bayes.weights and config.bayes.prior == "start":
         keep_start(running.model)
 
     def made_up(number: int = 0) -> Fields:
-        return _made_up(config, shapes, samples, stripes, dtype, number)
+        return _made_up(config, shapes, samples, running, dtype, number)
 
     def step(rate: float, first: Fields) -> Any:
         optimizer = torch.optim.SGD(
@@ -223,6 +229,8 @@ def measure(
         members=slice(ensemble.own.start, ensemble.own.stop) if ensemble else slice(0, 1),
         rows=stripes.rows,
         columns=stripes.columns,
+        channels=planes.predicted(planes.index),
+        known=planes.known(planes.index),
         output=output.numpy(),
         input_gradient=asked.inputs.grad.numpy(),
         weight_gradients=weight_gradients,
@@ -237,12 +245,12 @@ def measure(
 def _predictions(
     running: Running, objective: Objective, ensemble: Ensemble | None, batch: Fields
 ) -> Tensor:
-    """(member, sample, lead and output offset and channel, rows, columns)."""
+    """(member, sample, lead and output offset, channel, rows, columns)."""
     if ensemble:
         data, all_members = list(batch.leads), []
         for member in ensemble.members(0, batch.keys, [], running.model, objective):
             fields = member.forecast(replace(batch, leads=list(data)))
-            all_members.append(torch.cat([field.flatten(1, 2) for field, _ in fields], dim=1))
+            all_members.append(torch.cat([field for field, _ in fields], dim=1))
         return torch.stack(all_members)
     with torch.no_grad():
         leads = rollout(
@@ -254,28 +262,30 @@ def _predictions(
             leads=objective.leads,
             num_prognostic=objective.num_prognostic,
         )
-        return torch.cat([lead.flatten(1, 2) for lead in leads], dim=1)[None]
+        return torch.cat(list(leads), dim=1)[None]
 
 
-def _objective(config: Config, shapes: Shapes, stripes: Stripes, dtype: torch.dtype) -> Objective:
+def _objective(config: Config, shapes: Shapes, running: Running, dtype: torch.dtype) -> Objective:
     """With a third of the cells dry, other ones in each channel, and areas that vary."""
     draw = keyed(config.train.seed, "verify", 0)
     wet = draw.random((shapes.num_predicted, *shapes.grid)) > 1 / 3
     area = np.linspace(0.5, 2.0, shapes.grid[0])[:, None] * np.ones(shapes.grid[1])
     statics = draw.standard_normal((shapes.num_static, *shapes.grid))
     whole = LossWeights.of(wet, area if config.train.area_weighted else None)
-    here = (..., stripes.rows, stripes.columns)
+    planes, here = running.planes, (..., running.stripes.rows, running.stripes.columns)
+    predicted, fixed = planes.predicted(planes.index), planes.static.of(planes.index)
     return Objective(
         inputs=as_stored,
         forcing=as_stored,
         labels=as_stored,
-        statics=torch.from_numpy(statics[here]).to(dtype),
-        weights=LossWeights(whole.cell[here], whole.wet[here], whole.total),
+        statics=torch.from_numpy(statics[fixed][here]).to(dtype),
+        weights=LossWeights(whole.cell[predicted][here], whole.wet[predicted][here], whole.total),
         kind=config.train.loss,
         leads=config.train.leads,
-        num_prognostic=shapes.num_prognostic,
+        num_prognostic=running.shapes.num_prognostic,
         num_outputs=shapes.num_outputs,
         detach_every=config.train.detach_every,
+        planes=planes,
     )
 
 
@@ -283,26 +293,28 @@ def _made_up(
     config: Config,
     shapes: Shapes,
     samples: slice,
-    stripes: Stripes,
+    running: Running,
     dtype: torch.dtype,
     number: int,
 ) -> Fields:
-    """The rank's samples and stripe of fields that are the same on every layout.
+    """The rank's samples, stripe and channels of fields that are the same on every layout.
 
     number: of the micro-batch.
     """
-    draw = keyed(config.train.seed, "verify", 1, number)
+    draw, planes = keyed(config.train.seed, "verify", 1, number), running.planes
+    rows, columns = running.stripes.rows, running.stripes.columns
 
-    def fields(offsets: int, channels: int) -> Tensor:
+    def fields(offsets: int, channels: int, ours: Any) -> Tensor:
         whole = draw.standard_normal((samples.stop, offsets, channels, *shapes.grid))
-        here = whole[samples][..., stripes.rows, stripes.columns]
+        here = whole[samples][:, :, ours][..., rows, columns]
         return torch.from_numpy(np.ascontiguousarray(here)).to(dtype)
 
-    inputs = fields(shapes.num_inputs, shapes.num_prognostic)
+    inputs = fields(shapes.num_inputs, shapes.num_prognostic, planes.known(planes.index))
+    forcing, predicted = planes.forcing.of(planes.index), planes.predicted(planes.index)
     leads = [
         (
-            fields(shapes.num_forcings, shapes.num_forcing),
-            fields(shapes.num_outputs, shapes.num_predicted),
+            fields(shapes.num_forcings, shapes.num_forcing, forcing),
+            fields(shapes.num_outputs, shapes.num_predicted, predicted),
         )
         for _ in range(config.train.leads)
     ]
