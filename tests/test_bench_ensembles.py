@@ -9,47 +9,73 @@ import numpy as np
 import pytest
 
 from graticule.bench import Setting, ensemble_runs, ensemble_sums, ensembles, run
-from graticule.bench.ensemble_sums import Members, interval, mean_over
+from graticule.bench.ensemble_sums import Members, field_scores, interval, mean_over
 from graticule.data.demo import write_demo_store
 from graticule.data.planet import Planet
+from graticule.evaluate.ensemble_sums import FieldSums
 from graticule.tasks import evaluate_forecast
 
-TINY = Planet(num_lat=24, num_lon=48, num_runs=3, samples_per_run=16, dt_seconds=720)
+TINY = Planet(num_lat=16, num_lon=32, num_runs=3, samples_per_run=16, dt_seconds=1080)
 STORES = {percent: Path(f"planet-{percent}") for percent in (10, 30, 100)}
 
 
-def passes(config: Any) -> int:
-    return config.train.steps * ensemble_runs.step_passes(config.bayes.members)
+def passes(*configs: Any) -> int:
+    return sum(
+        config.train.steps * ensemble_runs.step_passes(config.bayes.members, config.train.leads)
+        for config in configs
+    )
 
 
 def test_all_that_is_compared_has_the_same_compute() -> None:
     runs = ensemble_runs.configs(STORES, Path("out"), seed=3)
-    names = ("both", "weights", "noise")
-    ours = {passes(runs[name]) + passes(runs[f"{name}-first"]) for name in names}
-    deep = [runs[f"deep-{number}"] for number in range(ensemble_runs.DEEP)]
-    assert ours == {passes(runs["twin"])} == {sum(map(passes, deep))}
+    firsts = {"both": "noisy", "noise": "noisy", "weights": "plain", "twin": "plain"}
+    ours = {passes(runs[f"{first}-first"], runs[name]) for name, first in firsts.items()}
+    names = [f"deep-{number}" for number in range(ensemble_runs.DEEP)]
+    assert ours == {sum(passes(runs[f"{name}-first"], runs[name]) for name in names)}
     # A member that is differentiated costs 3; all but the last are heard once more before.
-    assert [ensemble_runs.step_passes(m) for m in (1, 2, 4)] == [3, 7, 15]
+    assert [ensemble_runs.step_passes(m, 1) for m in (1, 2, 4)] == [3, 7, 15]
+    assert ensemble_runs.step_passes(2, 3) == 21
 
 
 def test_runs_differ_in_what_they_are_named_after() -> None:
     runs = ensemble_runs.configs(STORES, Path("out"), seed=3)
-    both, twin = runs["both"], runs["twin"]
-    assert both.train.start_from == "out/both-first"
-    assert runs["both-first"].bayes.members == 1
-    assert (both.bayes.weights, runs["weights"].bayes.weights, runs["noise"].bayes.weights) == (
-        True, True, False,
-    )  # fmt: skip
-    assert runs["weights"].model == replace(both.model, nice_noise=0) == twin.model
-    assert runs["noise"].model == both.model
+    both, weights, noise, twin = (runs[name] for name in ("both", "weights", "noise", "twin"))
+    assert both.train.start_from == noise.train.start_from == "out/noisy-first"
+    assert weights.train.start_from == twin.train.start_from == "out/plain-first"
+    assert noise.bayes == replace(both.bayes, weights=False)
+    assert weights.bayes == both.bayes
+    assert weights.model == replace(both.model, nice_noise=0) == twin.model
+    assert runs["noisy-first"].model == noise.model == both.model
+    assert runs["noisy-first"].train == runs["plain-first"].train
+    schedules = {
+        (run.train.leads, run.train.learning_rate, run.train.final_learning_rate)
+        for run in (both, weights, noise, twin, runs["deep-0"])
+    }
+    assert len(schedules) == 1
     assert not twin.bayes.draws
-    firsts = [runs[f"{name}-first"] for name in ("weights-10", "weights-30", "weights")]
-    assert [first.data.store for first in firsts] == ["planet-10", "planet-30", "planet-100"]
-    assert len({(first.bayes, first.model, first.train.steps) for first in firsts}) == 1
+    data = [runs[f"data-{percent}"] for percent in (10, 30, 100)]
+    assert [run.data.store for run in data] == ["planet-10", "planet-30", "planet-100"]
+    assert len({(run.bayes, run.model, run.train) for run in data}) == 1
+    assert not data[0].train.roll_longitude
     seeds = [runs[f"deep-{number}"].train.seed for number in range(ensemble_runs.DEEP)]
     assert len(set(seeds)) == ensemble_runs.DEEP
     other = ensemble_runs.configs(STORES, Path("out"), seed=4)
     assert not set(seeds) & {other[f"deep-{n}"].train.seed for n in range(ensemble_runs.DEEP)}
+
+
+def test_scores_of_a_field_are_those_of_evaluate() -> None:
+    generator = np.random.default_rng(5)
+    x, y = generator.standard_normal((6, 2, 8, 12)), generator.standard_normal((2, 8, 12))
+    area = np.linspace(1.0, 3.0, 8)[:, None] * np.ones(12)
+    for num in (1, 2, 6):
+        sums = FieldSums.zero(2, num)
+        for channel in range(2):
+            sums.add(
+                channel, x[:num, channel], y[channel], np.ones((8, 12), bool), area, key=(0, 0)
+            )
+        weight, absolute, difference, square, variance = sums.values
+        wanted = [(each / weight).mean() for each in (square, variance, absolute, difference)]
+        assert np.allclose(field_scores(x[:num], y, area), wanted, rtol=1e-12)
 
 
 def drawn(num: int, inits: int = 40, spread: float = 1.0) -> Members:
@@ -93,8 +119,7 @@ def test_an_interval_covers_and_is_wider_where_times_follow_each_other() -> None
 def planet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ensembles")
     write_demo_store(folder / "planet.zarr", TINY, workers=1)
-    for percent in (10, 30):
-        (folder / f"planet-{percent}.zarr").symlink_to(folder / "planet.zarr")
+    (folder / "planet-10.zarr").symlink_to(folder / "planet.zarr")
     return folder
 
 
@@ -102,11 +127,12 @@ def planet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     model = replace(ensemble_runs.MODEL, width=8, inner_depth=1, heads=1, inner_heads=1,
                     norm_groups=2, nice_noise=4)  # fmt: skip
-    for name, value in {"MODEL": model, "BATCH": 1, "FIRST_STEPS": 3, "STEPS": 3, "DEEP": 2,
-                        "LEADS": 1, "EVERY": 4}.items():  # fmt: skip
+    for name, value in {"MODEL": model, "BATCH": 4, "FIRST_STEPS": 2, "STEPS": 1,
+                        "DATA_STEPS": 2, "DEEP": 2, "LEADS": 1, "EVERY": 8,
+                        "SHARES": {10: TINY}}.items():  # fmt: skip
         monkeypatch.setattr(ensemble_runs, name, value)
-    for name, value in {"DEEP": 2, "EVERY": 4, "MEMBERS": 3, "MANY": 8, "MANY_EVERY": 4,
-                        "SIZES": (2, 4, 8)}.items():  # fmt: skip
+    for name, value in {"DEEP": 2, "EVERY": 8, "MEMBERS": 2, "MANY": 4, "MANY_EVERY": 8,
+                        "SIZES": (2, 4), "SHARES": {10: TINY}}.items():  # fmt: skip
         monkeypatch.setattr(ensembles, name, value)
     monkeypatch.setattr(ensemble_sums, "RESAMPLES", 50)
 
@@ -121,10 +147,10 @@ def test_rows_are_of_the_scored_forecasts_and_a_second_run_computes_nothing_agai
     assert list(rows) == [
         "spread/error 12 h", "spread/error 24 h", "RMSE 12 h, twin", "RMSE 24 h, twin",
         "RMSE 12 h, deep", "RMSE 24 h, deep", "fair CRPS 12 h, twin", "fair CRPS 24 h, twin",
-        "fair CRPS 12 h, deep", "fair CRPS 24 h, deep", "weight spread, 30 % of data",
-        "weight spread, 100 % of data", "forecast spread, 30 % of data",
+        "fair CRPS 12 h, deep", "fair CRPS 24 h, deep", "weight spread, 100 % of data",
         "forecast spread, 100 % of data", "spread/error, weights", "fair CRPS, weights",
-        "spread/error, noise", "fair CRPS, noise", "RMSE^2 = a + b/m", "RMSE falls with m",
+        "spread/error, noise", "fair CRPS, noise", "RMSE, turned twin", "fair CRPS, turned twin",
+        "RMSE, turned deep", "fair CRPS, turned deep", "RMSE^2 = a + b/m", "RMSE falls with m",
         "fair CRPS flat in m", "CRPS falls with m",
     ]  # fmt: skip
     for row in rows.values():
@@ -138,7 +164,9 @@ def test_rows_are_of_the_scored_forecasts_and_a_second_run_computes_nothing_agai
     assert rows["RMSE 12 h, deep"]["ours"] == pytest.approx(rmse[0], rel=1e-5)
     twin = evaluate_forecast(planet / "seed-0" / "twin" / "forecast.zarr").normalised()
     assert rows["RMSE 24 h, twin"]["against"] == pytest.approx(twin[1], rel=0.05)
-    assert sum("steps" in text for text in said) == 11
+    turned = json.loads((planet / "seed-0" / "turned-twin.json").read_text())["scores"]
+    assert np.min(turned["variance"]) > 0
+    assert sum("steps" in text for text in said) == 12
     again: list[str] = []
     repeated = run("ensembles", Setting(say=again.append, out=planet))
     assert not again

@@ -26,7 +26,9 @@ from graticule.forecast.log import read_log
 from graticule.forecast.predict import Predictor
 from graticule.forecast.reader import open_forecast
 from graticule.forecast.restart import FOLDER, kept
+from graticule.forecast.rollout import member_turns
 from graticule.forecast.schedule import Places, shared_out, shares, turns
+from graticule.mesh import Cut, Stripes
 from graticule.model.bayes import Posterior
 from graticule.model.draws import Draw
 from graticule.parallel.local import LocalRanks, RankError
@@ -159,7 +161,50 @@ def test_members_differ_by_their_weights_alone_or_their_noise_alone(
     assert torch.equal(first, second) == (kind == "weights")
 
 
+class Ramp(nn.Module):
+    """Nothing is drawn, and a longitude is told from another."""
+
+    def __init__(self, turn: int = 0) -> None:
+        super().__init__()
+        self.ramp = torch.linspace(0.5, 1.5, 16).roll(turn)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, 2:4] * self.ramp
+
+
+def test_members_of_a_run_on_turned_samples_are_turned_as_in_training(
+    store: Store, tmp_path: Path
+) -> None:
+    starts = (1, 3)
+    run(str(store.path), tmp_path / "f.nc", Ramp(), starts=starts, leads=2, members=3, roll_seed=7)
+    found = fields(tmp_path / "f.nc")
+    assert spread(found) > 0.01
+    for number, member in ((0, 0), (1, 2)):
+        (by,) = member_turns(7, [starts[number]], member, 16)
+        path = tmp_path / f"{number}.nc"
+        given = {"starts": starts[number : number + 1], "leads": 2, "members": None}
+        run(str(store.path), path, Ramp(-by), **given)
+        with xr.open_dataset(path) as alone:
+            for channel, name in enumerate(("temperature", "salinity")):
+                assert np.array_equal(
+                    alone[name].values[0], found[number, member, :, channel], equal_nan=True
+                )
+
+
+def test_what_knows_no_longitude_is_the_same_turned(store: Store, tmp_path: Path) -> None:
+    run(str(store.path), tmp_path / "still.nc", starts=[1], leads=1, members=2)
+    run(str(store.path), tmp_path / "turned.nc", starts=[1], leads=1, members=2, roll_seed=7)
+    still, turned = fields(tmp_path / "still.nc"), fields(tmp_path / "turned.nc")
+    assert np.allclose(still, turned, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 # What is refused
+
+
+def test_members_that_are_turned_need_whole_circles(store: Store, tmp_path: Path) -> None:
+    stripes = Stripes(dim="lon", index=0, cuts={}, grid=Cut((0, 8, 16)))
+    with pytest.raises(ValueError, match=r"a rank 8 of 16 columns: set mesh.stripe_dim=lat"):
+        run(str(store.path), tmp_path / "f.zarr", stripes=stripes, roll_seed=7)
 
 
 def test_members_of_a_model_that_draws_nothing_are_refused_with_the_reason(

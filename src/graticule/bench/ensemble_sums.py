@@ -1,8 +1,8 @@
 """Scores of the forecasts of `graticule bench ensembles`, by initial time, and their intervals.
 
-All of them come from the sums that `graticule evaluate` makes of a field's members, each channel's
-over its training standard deviation, so that channels can be averaged. What is not an ensemble is
-one of one member, and several runs' forecasts are one of as many.
+They are those of `graticule evaluate`, without what it tells besides, each channel's over its
+training standard deviation, so that channels can be averaged. What is not an ensemble is one of one
+member, and several runs' forecasts are one of all their members.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,6 @@ import numpy as np
 from graticule.data.statistics import Statistics
 from graticule.data.store import Store
 from graticule.data.times import seconds_of
-from graticule.evaluate.ensemble_sums import QUANTITIES, FieldSums
 from graticule.forecast.reader import open_forecast
 from graticule.keyed import keyed
 
@@ -76,7 +75,7 @@ def scored(paths: Sequence[Path], store: Path, sizes: Sequence[int] = ()) -> lis
     store: the truth. sizes: of the first so many members each; none: of all.
     """
     truth = Store(store)
-    std = Statistics.load(truth).aligned(truth.channels.names)[1]
+    scale = Statistics.load(truth).aligned(truth.channels.names)[1][:, None, None]
     with ExitStack() as stack:
         opened = [stack.enter_context(open_forecast(path)) for path in paths]
         first = opened[0]
@@ -85,43 +84,35 @@ def scored(paths: Sequence[Path], store: Path, sizes: Sequence[int] = ()) -> lis
         position = {int(second): i for i, second in enumerate(truth.times.seconds)}
         totals: list[np.ndarray] = []
         for init, lead in np.ndindex(shape):
-            y = truth.read(position[seconds_of(first.valid_times[init, lead])])
+            y = truth.read(position[seconds_of(first.valid_times[init, lead])]) / scale
             x = np.stack(
                 [each.read(init, lead, member) for each in opened
                  for member in ([None] if each.num_members is None else range(each.num_members))]
-            )  # fmt: skip
+            ) / scale  # fmt: skip
             sizes = sizes or [len(x)]
             for num in sizes:
-                totals.append(_sums(x[:num], y, area))
-    # (size, quantity, init, lead, channel)
-    sums = np.array(totals).reshape(*shape, len(sizes), len(QUANTITIES), -1)
-    sums = sums.transpose(2, 3, 0, 1, 4)
-    found = []
-    for num, values in zip(sizes, sums, strict=True):
-        weight, absolute, difference, square, variance = values
-        found.append(
-            Members(
-                num,
-                *(
-                    (some / weight / scale).mean(-1)
-                    for some, scale in (
-                        (square, std**2),
-                        (variance, std**2),
-                        (absolute, std),
-                        (difference, std),
-                    )
-                ),
-            )
-        )
-    return found
+                totals.append(field_scores(x[:num], y, area))
+    # (size, init, lead)
+    arrays = np.array(totals).reshape(*shape, len(sizes), len(_ARRAYS)).transpose(2, 3, 0, 1)
+    return [Members(num, *each) for num, each in zip(sizes, arrays, strict=True)]
 
 
-def _sums(x: np.ndarray, y: np.ndarray, area: np.ndarray) -> np.ndarray:
-    """(quantity, channel) of one field's members. x: (member, channel, lat, lon)."""
-    sums = FieldSums.zero(len(y), len(x))
-    for channel, field in enumerate(y):
-        sums.add(channel, x[:, channel], field, np.isfinite(field), area, key=(0, 0))
-    return sums.values
+def field_scores(x: np.ndarray, y: np.ndarray, area: np.ndarray) -> np.ndarray:
+    """Of one field, which has no land, the arrays of `Members`: means over area and channels.
+
+    x: (member, channel, lat, lon), y: (channel, lat, lon), in standard deviations.
+    area: (lat, lon).
+    """
+    m = len(x)
+    spread = difference = np.zeros_like(y)
+    if m > 1:
+        spread = x.var(0, ddof=1)
+        # sum_ij |x_i - x_j| = 2 sum_i (members below x_i - members above it) x_i
+        ranks = 2 * np.arange(m) + 1 - m
+        difference = np.tensordot(ranks, np.sort(x, 0), 1) * 2 / (m * (m - 1))
+    fields = (x.mean(0) - y) ** 2, spread, np.abs(x - y).mean(0), difference
+    weight = area / area.sum()
+    return np.array([(field * weight).sum((-2, -1)).mean() for field in fields])
 
 
 def interval(

@@ -3,7 +3,8 @@
 The claims of BEAST (section IV and Table 3), asked on a coarse demo planet: an ensemble of drawn
 weights and of norms that hear noise, against one deterministic model and against an ensemble of
 several, all of the same compute; each part alone; fewer training runs; and, as sanity, scores
-against the number of members of one posterior.
+against the number of members of one posterior. Its members are turned in longitude, as they are in
+training, so it is compared too with what turns alone make of the other two.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ TITLE = (
 OUT = Path("runs/bench-ensembles")
 MEMBERS = 16
 """Of the forecasts that are compared."""
-MANY, MANY_EVERY = 128, 12
+MANY, MANY_EVERY = 128, 3
 """Members of the forecast that is scored by their number, one model step long, and which initial
 times it starts from."""
 SIZES = (4, 8, 16, 32, 64, 128)
@@ -39,7 +40,8 @@ SIZES = (4, 8, 16, 32, 64, 128)
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """Of one seed. scores: by run; `deep` is the deep ensemble. noise_to_signal: by run whose
+    """Of one seed. scores: by run; `deep` is the deep ensemble, `turned-twin` and `turned-deep` are
+    of as many turned members as ours. noise_to_signal: by run whose
     weights are drawn, root of sum s^2 / sum mu^2. sizes: of the first 4, 8, ... members."""
 
     scores: dict[str, Members]
@@ -62,7 +64,7 @@ def rows(setting: Setting) -> list[Row]:
     for score in ("RMSE", "fair CRPS"):
         for name in ("twin", "deep"):
             found += _comparisons(results, score, name)
-    found += [*_data(results), *_parts(results), *_numbers(results)]
+    found += [*_data(results), *_parts(results), *_turned(results), *_numbers(results)]
     return found
 
 
@@ -74,19 +76,19 @@ def _seed(setting: Setting, stores: dict[int, Path], out: Path, seed: int) -> Re
         with setting.bar(name, "steps") as progress:
             trained_run(config, out / name, progress=progress)
 
-    def forecast(name: str, config: Config, file: str, members: int, *settings: str) -> Path:
+    def forecast(name: str, file: str, members: int | None, *settings: str) -> Path:
         path = out / name / file
         forecast_from_run(
             out / name, path, settings=[f"data.store={truth}", *settings], resume=True,
-            members=members if config.bayes.draws else None,
+            members=members,
         )  # fmt: skip
         return path
 
     def made(name: str, config: Config) -> dict[str, Any]:
         trained(name, config)
-        if name in ("both-first", "noise-first"):
+        if name.endswith("-first"):
             return {}  # others start from them
-        path = forecast(name, config, "forecast.zarr", MEMBERS)
+        path = forecast(name, "forecast.zarr", MEMBERS if config.bayes.draws else None)
         (scores,) = scored([path], truth)
         told = read_metrics(out / name)[-1]
         found: dict[str, Any] = {"scores": scores.to_dict()}
@@ -94,14 +96,15 @@ def _seed(setting: Setting, stores: dict[int, Path], out: Path, seed: int) -> Re
             found["noise_to_signal"] = 1 / told["signal_to_noise"]
         return found
 
-    def deep() -> dict[str, Any]:
-        paths = [out / f"deep-{number}" / "forecast.zarr" for number in range(DEEP)]
+    def together(names: Sequence[str], members: int | None) -> dict[str, Any]:
+        file = "turned.zarr" if members else "forecast.zarr"
+        paths = [forecast(name, file, members) for name in names]
         return {"scores": scored(paths, truth)[0].to_dict()}
 
     def by_number() -> dict[str, Any]:
         setting.say(f"seed {seed}: {MANY} members")
         settings = "forecast.leads=1", f"forecast.every={MANY_EVERY}"
-        path = forecast("both", runs["both"], "many.zarr", MANY, *settings)
+        path = forecast("both", "many.zarr", MANY, *settings)
         return {"sizes": [each.to_dict() for each in scored([path], truth, SIZES)]}
 
     runs = configs(stores, out, seed)
@@ -109,8 +112,14 @@ def _seed(setting: Setting, stores: dict[int, Path], out: Path, seed: int) -> Re
         name: kept(out, name, config.fingerprint, partial(made, name, config))
         for name, config in runs.items()
     }
-    together = "/".join(runs[f"deep-{number}"].fingerprint for number in range(DEEP))
-    results["deep"] = kept(out, "deep", together, deep)
+    several = [f"deep-{number}" for number in range(DEEP)]
+    for name, names, members in (
+        ("deep", several, None),
+        ("turned-twin", ["twin"], MEMBERS),
+        ("turned-deep", several, MEMBERS // DEEP),
+    ):
+        whose = "/".join(runs[each].fingerprint for each in names)
+        results[name] = kept(out, name, whose, partial(together, names, members))
     sizes = kept(out, "many", runs["both"].fingerprint, by_number)["sizes"]
     return Result(
         {name: Members.from_dict(result["scores"]) for name, result in results.items()
@@ -167,10 +176,10 @@ def _comparisons(results: list[Result], score: str, name: str) -> list[Row]:
 
 
 def _data(results: list[Result]) -> list[Row]:
-    """The spread of weights, and of forecasts by weights alone, with more training runs: after the
+    """The spread of weights, and of forecasts by weights alone, with more training runs: after
     steps of one member, whose error pulls weights together and whose prior pulls them apart."""
-    order = [*(f"weights-{percent}-first" for percent in sorted(SHARES)), "weights-first"]
     percents = [*sorted(SHARES), 100]
+    order = [f"data-{percent}" for percent in percents]
 
     def spread(result: Result, name: str) -> float:
         return float(np.sqrt(result.scores[name].variance.mean()))
@@ -186,7 +195,7 @@ def _data(results: list[Result]) -> list[Row]:
     found = []
     for what, measure in measures.items():
         values = {name: [measure(result, name) for result in results] for name in order}
-        for i in (0, 1):
+        for i in range(len(SHARES)):
             fewer, more = values[order[i]], values[order[i + 1]]
             found.append(
                 Row(
@@ -232,6 +241,41 @@ def _parts(results: list[Result]) -> list[Row]:
                 note=f"both against {word}, mean over leads; {_seeds(each)}",
             )
         )
+    return found
+
+
+def _turned(results: list[Result]) -> list[Row]:
+    """Against the twin and the deep ensemble with as many members as ours, which differ by their
+    turns in longitude: what is left is the worth of drawn weights and noise."""
+    found = []
+    both = mean_over([result.scores["both"] for result in results])
+    words = {"twin": "the twin", "deep": f"the deep ensemble of {DEEP}"}
+    for name, word in words.items():
+        theirs = [result.scores[f"turned-{name}"] for result in results]
+        mean = mean_over(theirs)
+        told = (
+            f"both against {word}, {mean.num} members by turns in longitude, whose spread/error is"
+            f" {_list(mean.spread_skill())}"
+        )
+        for what, value in (
+            ("RMSE", lambda members: members.rmse()),
+            ("fair CRPS", lambda members: members.crps().mean(0)),
+        ):
+            each = [
+                value(result.scores["both"]).mean() / value(other).mean()
+                for result, other in zip(results, theirs, strict=True)
+            ]
+            found.append(
+                Row(
+                    what=f"{what}, turned {name}",
+                    ours=float(value(both).mean()),
+                    against=float(value(mean).mean()),
+                    goal=None,
+                    unit="normalised",
+                    at_most=True,
+                    note=f"{told}; by lead {_list(value(both) / value(mean))}; {_seeds(each)}",
+                )
+            )
     return found
 
 

@@ -12,7 +12,7 @@ from graticule.data.normalise import Normaliser, normalised_statics
 from graticule.data.samples import Sample, SampleSource
 from graticule.data.statistics import Statistics
 from graticule.forecast.clock import Clock
-from graticule.forecast.rollout import next_states, rollout
+from graticule.forecast.rollout import member_turns, next_states, rollout, turned
 from graticule.model.bayes import keeping
 from graticule.model.draws import Draw
 from graticule.model.family import takes_draws
@@ -23,15 +23,22 @@ class Predictor:
     """A model, and how its data are read, normalised and brought back to units.
 
     source: of the stripe and channels that are here; so are normalisers, masks and statics.
+    roll_seed: of the turns in longitude that tell members apart, of a model that was trained on
+    turned samples; None: none is turned.
     """
 
     def __init__(
-        self, model: nn.Module, source: SampleSource, statistics: Statistics, device: torch.device
+        self,
+        model: nn.Module,
+        source: SampleSource,
+        statistics: Statistics,
+        device: torch.device,
+        roll_seed: int | None = None,
     ) -> None:
         store = source.store
         rows, columns = (slice(part.start, part.stop) for part in (source.rows, source.columns))
         self.model, self.source, self.device = model.eval(), source, device
-        self.drawn = takes_draws(model)
+        self.drawn, self.roll_seed = takes_draws(model), roll_seed
         self._states, self._given, self._predicted = (
             Normaliser(store, channels, statistics, rows=rows, columns=columns).to(device)
             for channels in (source.prognostic, source.forcing, source.predicted)
@@ -64,9 +71,10 @@ class Predictor:
         steps: how many leads all processes take together; one that has fewer, or no samples, goes
         along with nothing. states: what the first lead is given, as this yields it; none: the
         states known at the samples' initial times. member: which one is computed, of a model whose
-        weights or noise are drawn: its weights are one draw over all leads, and its noise at each
-        lead is that of the sample's initial time, by its position in the store. So a member is the
-        same whatever runs beside it.
+        weights or noise are drawn or whose members are turned: its weights are one draw over all
+        leads, its noise at each lead is that of the sample's initial time, by its position in the
+        store, and so is its turn, one for all leads. So a member is the same whatever runs beside
+        it.
         Yields (sample, output offset, predicted channel, lat, lon) and (sample, input offset,
         prognostic channel, lat, lon). All processes take part and read together. ValueError on all
         of them where one cannot read, or predicts what is not finite.
@@ -99,6 +107,12 @@ class Predictor:
         num_samples, num_prognostic = len(samples), len(source.prognostic)
         items = tuple(sample.start for sample in samples) or (0,) * len(states)
 
+        def step(x: Tensor, **drawn: Draw) -> Tensor:
+            if member is None or self.roll_seed is None:
+                return self.model(x, **drawn)
+            by = member_turns(self.roll_seed, items, member, x.shape[-1])
+            return turned(self.model(turned(x, by), **drawn), [-shift for shift in by])
+
         def draw(lead: int) -> Draw:
             assert member is not None
             return Draw(step=0, member=member, items=items, lead=lead)
@@ -113,9 +127,9 @@ class Predictor:
 
         if len(states):
             fields = rollout(
-                self.model, states, forcing, self._statics, self._predicted.wet,
+                step, states, forcing, self._statics, self._predicted.wet,
                 first=leads.start, leads=leads.stop - 1, num_prognostic=num_prognostic,
-                draw=None if member is None else draw,
+                draw=draw if self.drawn else None,
             )  # fmt: skip
         else:
             fields = (forcing(lead) for lead in leads)

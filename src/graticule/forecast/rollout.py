@@ -1,10 +1,11 @@
 """The rollout: what training, forecasting and the memory trace do with a model, lead by lead."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from graticule.keyed import keyed
 from graticule.model.draws import Draw
 
 
@@ -37,6 +38,18 @@ def next_states(states: Tensor, predicted: Tensor, num_prognostic: int) -> Tenso
     fed_back = predicted[:, -history:, :num_prognostic]
     old = history - fed_back.shape[1]
     return torch.cat([states[:, -old:], fed_back], dim=1) if old else fed_back
+
+
+def member_turns(seed: int, items: Sequence[int], member: int, columns: int) -> list[int]:
+    """By how many columns each item is turned in longitude before a member's model sees it; what
+    the model says is turned back. On a globe without continents a member of another patch and
+    window grid, the same for all leads."""
+    return [int(keyed(seed, "roll", item, member).integers(columns)) for item in items]
+
+
+def turned(x: Tensor, by: Sequence[int]) -> Tensor:
+    """(batch, channel, lat, lon), each item by so many columns."""
+    return torch.stack([item.roll(shift, -1) for item, shift in zip(x, by, strict=True)])
 
 
 def rollout(

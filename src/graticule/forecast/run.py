@@ -73,6 +73,7 @@ def forecast(
     leads: int,
     attributes: dict[str, Any],
     members: int | None = None,
+    roll_seed: int | None = None,
     inputs: Sequence[str | Path] = (),
     batch: int = 8,
     device: str | torch.device = "cpu",
@@ -89,9 +90,10 @@ def forecast(
 
     starts: indices of initial times in the store, increasing. members: of an ensemble, of a model
     whose weights or noise are drawn; none: of one where nothing is. A member depends on its number
-    and the initial time alone (`Predictor.leads`). batch: how many initial times run side by side
-    on the ranks of a sample, always of one member. attributes: provenance for the file. inputs:
-    paths that must not be written to.
+    and the initial time alone (`Predictor.leads`). roll_seed: members are turned in longitude as
+    they were in training, which then is enough to tell them apart; none: they are not. batch: how
+    many initial times run side by side on the ranks of a sample, always of one member. attributes:
+    provenance for the file. inputs: paths that must not be written to.
     mesh: none: of one process. Of several, all make this call with the same arguments but for the
     model, the source of their stripe (of all channels), and `stripes` and `planes`: how the ranks
     of a sample share its points and channels.
@@ -143,8 +145,10 @@ def forecast(
     with ExitStack() as stack, torch.inference_mode():
         with together.agreed():
             check_starts(source, starts, leads)
-            predictor = Predictor(model, ours, statistics, torch.device(device))
-            _check_members(members, predictor.drawn)
+            predictor = Predictor(model, ours, statistics, torch.device(device), roll_seed)
+            _check_members(members, predictor.drawn, roll_seed is not None)
+            if members is not None and roll_seed is not None:
+                _require_circles(source)
             writer = stack.enter_context(writer_of()) if mesh.rank == 0 else None
         with together.agreed():  # now the file is there
             if link.rank == 0 and mesh.rank > 0:
@@ -222,7 +226,17 @@ def forecast(
     return timing
 
 
-def _check_members(members: int | None, drawn: bool) -> None:
+def _require_circles(source: SampleSource) -> None:
+    columns = source.store.grid.shape[1]
+    if len(source.columns) != columns:
+        raise ValueError(
+            f"the members of this run are turned in longitude (train.roll_longitude=true), which"
+            f" takes whole circles of latitude, and mesh.stripe_dim=lon gives a rank"
+            f" {len(source.columns)} of {columns} columns: set mesh.stripe_dim=lat"
+        )
+
+
+def _check_members(members: int | None, drawn: bool, turned: bool) -> None:
     """ValueError for members that nothing tells apart, or that are needed and not named."""
     if members is None and drawn:
         raise ValueError(
@@ -231,12 +245,13 @@ def _check_members(members: int | None, drawn: bool) -> None:
         )
     if members is not None and members < 1:
         raise ValueError(f"members={members} of a forecast must be at least 1")
-    if members is not None and not drawn:
+    if members is not None and not (drawn or turned):
         raise ValueError(
             f"{members} member{'s' if members > 1 else ''} of this model would be one forecast"
             f"{f', {members} times' if members > 1 else ''}: nothing tells them apart, since its"
-            " weights are numbers (bayes.weights=false) and its norms hear no noise"
-            " (model.nice_noise of the family beast); forecast without members, or train a model"
+            " weights are numbers (bayes.weights=false), its norms hear no noise (model.nice_noise"
+            " of the family beast) and it saw no turned samples (train.roll_longitude=false);"
+            " forecast without members, or train a model"
             " that has them, such as beast-demo"
         )
 

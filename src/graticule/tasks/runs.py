@@ -127,9 +127,10 @@ def forecast_from_run(
     those that do not share a sample are given initial times and members so that the last is done
     soonest. The file is the same whatever the mesh.
     resume: go on with what a forecast of this kind that was stopped left at `out`.
-    members: of an ensemble; none: `bayes.members` where weights or noise are drawn.
+    members: of an ensemble; none: `bayes.members` where weights or noise are drawn. Of a run with
+    `train.roll_longitude` each is turned, as in training, which alone makes members too.
     Returns where the forecast is, how many starts and leads it has, and what this call cost, as
-    `Timing.to_dict` says it. ValueError for members of a run that draws nothing.
+    `Timing.to_dict` says it. ValueError for members of a run where nothing tells them apart.
     """
     found = checkpoint.find(run)
     state = checkpoint.read_state(found)
@@ -187,6 +188,7 @@ def forecast_from_run(
         starts=chosen, leads=leads, members=members, device=device, progress=progress, mesh=mesh,
         stripes=stripes,
         planes=running.planes,
+        roll_seed=config.train.seed if config.train.roll_longitude else None,
         inputs=[found],
         resume=resume,
         restart_every=config.forecast.restart_every,

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from graticule.config import Config
-from graticule.forecast.rollout import next_states
-from graticule.keyed import keyed
+from graticule.forecast.rollout import member_turns, next_states, turned
 from graticule.memory.apply import Memory
 from graticule.memory.trace import span
 from graticule.mesh import Mesh
@@ -158,8 +157,7 @@ class Rollouts:
 class Member(Differentiated):
     """One member's rollout. scores: of the leads. number: among our own members.
 
-    roll_seed: each item is turned in longitude before the model sees it, and what the model says
-    is turned back: on a globe without continents a member of another patch and window grid.
+    roll_seed: of the turns of `member_turns`; None: there are none.
     """
 
     scores: list[Score]
@@ -200,12 +198,8 @@ class Member(Differentiated):
         say = partial(self.model, draw=draw, **said)
         if self.roll_seed is None:
             return say(x, *run)
-        columns = x.shape[-1]
-        by = [
-            int(keyed(self.roll_seed, "roll", item, draw.member).integers(columns))
-            for item in draw.items
-        ]
-        return _turned(say(_turned(x, by), *run), [-shift for shift in by])
+        by = member_turns(self.roll_seed, draw.items, draw.member, x.shape[-1])
+        return turned(say(turned(x, by), *run), [-shift for shift in by])
 
     def _error_of(self, lead: int) -> Callable[[Tensor, Tensor], Tensor]:
         return partial(self._error, lead)
@@ -220,11 +214,6 @@ class Member(Differentiated):
             score = self.scores[lead - 1]
             if score.together and not score.settled:
                 sums[lead - 1] += score.settle()
-
-
-def _turned(x: Tensor, by: Sequence[int]) -> Tensor:
-    """(batch, channel, lat, lon), each item by so many columns."""
-    return torch.stack([item.roll(shift, -1) for item, shift in zip(x, by, strict=True)])
 
 
 class _Again:
