@@ -18,6 +18,7 @@ from test_memory_profile import SHAPES, config_of, plans_of, whole
         ("", 1, 6, 1),
         pytest.param("", 1, 7, 3, marks=pytest.mark.slow),
         pytest.param("window=2,weights=sharded", 2, 6, 2, marks=pytest.mark.slow),
+        ("window=2,weights=sharded,shard_unit=model", 2, 6, 1),
     ],
 )
 def test_few_blocks_stand_for_many(

@@ -143,9 +143,11 @@ def foresee(
 
 
 def _few_blocks(config: Config) -> Config:
-    """With as many blocks as differ."""
-    model = config.model
-    if not isinstance(model, SwinConfig):
+    """With as many blocks as differ. What is gathered and summed as one whole model has bytes of
+    every block wherever that is done, and is traced with all of them."""
+    model, mesh = config.model, config.mesh
+    as_one = mesh.weights == "sharded" and mesh.shard_unit == "model"
+    if not isinstance(model, SwinConfig) or as_one:
         return config
     return replace(config, model=replace(model, depth=traced_depth(model.depth)))
 
