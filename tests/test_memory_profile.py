@@ -215,6 +215,20 @@ def test_what_is_foreseen_on_fake_tensors_is_measured_within_one_percent(
             assert profile.timeline(plan).peak_bytes == pytest.approx(peak, rel=0.01), (rank, plan)
 
 
+@pytest.mark.slow
+def test_units_without_sharded_weights_are_passed_over_when_weights_are_asked_for(
+    pools: Pools,
+) -> None:
+    """Two tensor ranks share nothing of a block: each has its own half. What comes before the
+    blocks is asked for by what comes after them, also in the middle of a segment."""
+    config = config_of(2, "tensor=2,weights=sharded")
+    lead = (Segment(0, 3, "keep"), Segment(3, 8, "recompute"), Segment(8, 9, "keep"))
+    plan = Plan((lead, lead), lead_wise=True)
+    (peak,), _ = pools[2].run(measured, config, 2, [plan])
+    profile = foresee(config, SHAPES, ranks=2, rank=0, on="cpu")
+    assert profile.timeline(plan).peak_bytes == pytest.approx(peak, rel=0.01)
+
+
 def test_weights_that_stay_whole_are_refused() -> None:
     config = config_of(1, "window=2,weights=sharded,reshard=false")
     with pytest.raises(ValueError, match=r"mesh\.reshard=false is not planned.*mesh\.reshard=true"):

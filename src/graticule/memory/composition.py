@@ -182,15 +182,17 @@ class Composition:
             self.copied = {}
             self._used_up(lead, units)
         self._add(last, lead, again=True, start=last.turn)
+        first = min(self._gathering(lead, units), default=segment.first)
         for unit in reversed(units[:-1]):
             part = self._part("backward", lead, unit)
             levels = part.levels.copy()
-            after_recomputing(*self._weights(levels), first=unit == segment.first)
+            after_recomputing(*self._weights(levels), first=unit == first)
             self._add(replace(part, levels=levels), lead, again=True)
         if not copied:
             self._release(lead, self._state(lead, segment.first))
 
     def _recompute(self, lead: int, units: range) -> None:
+        newest = max(self._gathering(lead, units[:-1]), default=None)
         for unit in units:
             part = self._part("forward", lead, unit)
             levels = part.levels.copy()
@@ -199,7 +201,7 @@ class Composition:
                 there(*weights)
             else:
                 _, waiting = self._weights(self._part("backward", lead, unit).levels)
-                gathered_again(*weights, asked=unit == units[-2] and asked_for(waiting))
+                gathered_again(*weights, asked=unit == newest and asked_for(waiting))
             last = replace(part, levels=levels)
             if unit < units[-1]:
                 self._add(last, lead, again=True)
@@ -217,6 +219,14 @@ class Composition:
     def _weights(self, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Sharded ones: while they are whole, and underway."""
         return levels[:, self.columns[GATHERED]], levels[:, self.columns[UNDERWAY]]
+
+    def _gathering(self, lead: int, units: range) -> list[int]:
+        """Those with sharded weights: a unit asks for the next one's of these, not for those of
+        its neighbour, which may have none."""
+        return [
+            unit for unit in units
+            if self._weights(self._part("backward", lead, unit).levels)[0].any()
+        ]  # fmt: skip
 
     # States that segments keep.
 

@@ -50,7 +50,7 @@ def gathered_again(whole: np.ndarray, underway: np.ndarray, *, asked: bool) -> N
 def after_recomputing(whole: np.ndarray, underway: np.ndarray, *, first: bool) -> None:
     """Make a unit's backward pass that of one whose weights are whole already, in place.
 
-    first: of its segment.
+    first: of those of its segment that have such weights.
     """
     came = int(whole.argmax())
     whole[came:] -= whole[came]
