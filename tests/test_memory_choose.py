@@ -125,9 +125,20 @@ def test_a_budget_that_cannot_be_met_is_refused_with_the_least_its_price_and_way
     assert f"found for is {size(least.peak)}, with" in told
     assert f"{100 * least.price.extra_compute:+.1f} % of compute" in told
     assert f"Give {size(least.peak)} or more" in told
-    for way in ("mesh.window", "fewer leads than 3", "memory.offload=true"):
+    for way in ("mesh.window", "train.batch", "fewer leads than 3", "memory.offload=true"):
         assert way in told
     assert ("memory.mode=best" in told) == (mode == "paper")
+
+
+def test_where_weights_are_what_does_not_fit_sharing_them_is_named_first() -> None:
+    wide = override(
+        recipe("demo"),
+        ["data.store=", "data.grid=16,32", "data.prognostic=u,v", "model.width=256",
+         "model.window=2,4", "train.batch=1"],
+    )  # fmt: skip
+    heavy = Chooser(foresee(wide, shapes_of_config(wide)), Slow())
+    with pytest.raises(ValueError, match=r"what else helps: ranks that share the weights \("):
+        heavy.at(1000)
 
 
 def test_the_example_in_the_documentation_adds_up() -> None:

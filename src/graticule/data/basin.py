@@ -61,8 +61,8 @@ class Ocean:
             )
         if self.test_years < 1 or self.num_years < self.test_years + 2:
             raise ValueError(
-                f"num_years={self.num_years} cannot be split: train, validation and test need one"
-                f" year each, and test_years={self.test_years}; take num_years="
+                f"num_years={self.num_years} (--years) cannot be split: train, validation and test"
+                f" need one year each, and test_years={self.test_years}; take num_years="
                 f"{max(self.test_years, 1) + 2} or more"
             )
         for name in ("spin_up_years", "max_speed", "seed"):

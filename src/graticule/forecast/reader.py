@@ -144,7 +144,8 @@ def open_forecast(path: str | Path) -> Forecast:
         raise ValueError(f"{path}: no forecast there; make one with `graticule forecast`")
     incomplete = (
         f"{path} is incomplete: the command that wrote it did not finish. Only forecasts with all"
-        " leads are read; delete it and run that command again"
+        " leads are read: run that command again with --resume (a netCDF file has to be deleted and"
+        " made again)"
     )
     try:
         with warnings.catch_warnings():

@@ -246,7 +246,15 @@ class Chooser:
             "best": "the least that a plan was found for is",
             "paper": "the least that a plan of memory.mode=paper was found for is",
         }.get(self.mode, f"the plan of memory.mode={self.mode} takes")
+        owners = self.profile.timeline(least.plan).owners_at_peak
         helps = ["more ranks for a sample, each of which then holds less of it (mesh.window)"]
+        weights = sum(owners.get(name, 0) for name in _OF_WEIGHTS)
+        if weights > least.peak / 4:
+            helps.insert(
+                0, f"ranks that share the weights (mesh.weights=sharded, mesh.tensor): of these"
+                f" bytes {size(weights)} are parameters, gradients and optimizer state"
+            )  # fmt: skip
+        helps.append("fewer samples a rank at a time (train.batch, with train.accumulation)")
         if self.profile.leads > 1:
             helps.append(f"fewer leads than {self.profile.leads} (train.leads)")
         if not self.offload and not self._only:
@@ -257,9 +265,12 @@ class Chooser:
         return (
             f"a budget of {size(budget)} cannot be met: {found} {size(least.peak)}, with"
             f" {100 * price.extra_compute:+.1f} % of compute and {price.waiting_seconds:.3g} s a"
-            f" step waiting for copies ({words}). Give {size(least.peak)} or more; what else"
-            f" helps: {', '.join(helps)}."
+            f" step waiting for copies. Give {size(least.peak)} or more; what else helps:"
+            f" {'; '.join(helps)}. Its plan: {words}."
         )
+
+
+_OF_WEIGHTS = ("parameters", "gradients", "optimizer", "average", "gathered weights")
 
 
 def _all_kept(costs: Costs) -> Plan:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from graticule.config import Config
 from graticule.data.samples import SampleSource
 from graticule.report.folder import RunFolder, lineage
 from graticule.report.page import Html, number, table
@@ -26,7 +27,8 @@ def model_rows(subject: Subject) -> list[list[Any]]:
         ["samples of a step", f"{settings.batch * settings.accumulation:,}"],
         ["leads in the loss", f"{settings.leads} (gradient through"
                               f" {settings.detach_every or settings.leads} at a time)"],
-        ["loss", f"{settings.loss}, {'area-weighted' if settings.area_weighted else 'unweighted'}"],
+        ["loss", f"{_loss(run.config)},"
+                 f" {'area-weighted' if settings.area_weighted else 'unweighted'}"],
         ["learning rate", f"{settings.learning_rate:g}, {settings.schedule}, after"
                           f" {settings.warmup_steps} steps of warm-up"],
         ["precision", settings.precision],
@@ -46,6 +48,20 @@ def model_rows(subject: Subject) -> list[list[Any]]:
                                         f" {opened.attributes.get('run_fingerprint', 'unknown')}"],
         ]  # fmt: skip
     return rows
+
+
+def _loss(config: Config) -> str:
+    bayes = config.bayes
+    if bayes.likelihood == "none":
+        scored = str(config.train.loss)
+    else:
+        number = f"{bayes.members} member{'s' if bayes.members > 1 else ''}"
+        detail = {"crps": f"alpha {bayes.alpha:g}", "moments": f"floor {bayes.floor:g}",
+                  "gaussian": f"deviation {bayes.floor:g}"}[bayes.likelihood]  # fmt: skip
+        scored = f"{bayes.likelihood} of {number} ({detail})"
+    if bayes.weights:
+        scored += f" + {bayes.cold:g} x KL of the weights and the prior {bayes.prior}"
+    return scored
 
 
 def data_rows(subject: Subject) -> list[Html]:
