@@ -74,7 +74,9 @@ def _plan(options: argparse.Namespace, config: "Config", rates: "Device") -> int
         refused, chosen = error, chooser.at(least.peak)
     about = {
         "recipe": config.name, "device": rates.name, "ranks": ranks, "rank": rank,
-        "leads": config.train.leads, "budget_gib": budget / GIB, "feasible": refused is None,
+        "leads": config.train.leads, "samples": config.train.batch,
+        "accumulation": config.train.accumulation, "precision": config.train.precision,
+        "members": config.bayes.members, "budget_gib": budget / GIB, "feasible": refused is None,
         "cpu_seconds": time.process_time() - began,
     }  # fmt: skip
     values = {**about, **_values(chosen, config)}
@@ -131,10 +133,12 @@ def _words(values: dict[str, Any], chosen: "Chosen", rates: "Device") -> str:
     lines = [
         f"{values['recipe']}: rank {values['rank']} (the heaviest) of {values['ranks']},"
         f" {values['leads']} lead{'s' * (values['leads'] > 1)}, {rates.name}",
+        f"train.batch={values['samples']} x accumulation {values['accumulation']},"
+        f" {values['members']} member{'s' * (values['members'] > 1)}, {values['precision']}",
         f"peak {_gib(chosen.peak)} of a budget of {_gib(int(values['budget_gib'] * GIB))}, in the"
         f" {values['peak_at']}:",
         *(f"  {name:{width}} {_gib(held):>11}" for name, held in chosen.owners.items()),
-        f"held during the whole step: {_gib(chosen.base)}",
+        f"there before the model's first unit runs: {_gib(chosen.base)} (the base)",
         f"plan ({values['mode']}):",
         *(f"  {line}" for line in values["words"]),
         f"extra compute {100 * values['extra_compute']:+.1f} % of a step that recomputes each unit"

@@ -50,8 +50,10 @@ class Timeline:
     @property
     def owners_at_peak(self) -> dict[str, int]:
         """Bytes, most first."""
-        held = zip(self.owners, self.levels[self.peak], strict=True)
-        return {name: int(n) for name, n in sorted(held, key=lambda item: -item[1]) if n}
+        held = dict(zip(self.owners, self.levels[self.peak].tolist(), strict=True))
+        if held.get(RECOMPUTED, 0) < 0:  # what it freed last was kept by the loss, not by a unit
+            held[ACTIVATIONS] += held.pop(RECOMPUTED)
+        return {name: n for name, n in sorted(held.items(), key=lambda item: -item[1]) if n}
 
 
 @dataclass
