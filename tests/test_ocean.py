@@ -515,7 +515,7 @@ def test_a_killed_process_leaves_nothing_that_passes_for_a_store(tmp_path: Path)
     ("settings", "message"),
     [
         ({"num_lat": 8}, "needs at least 12 latitudes and 24 longitudes"),
-        ({"num_years": 2}, "num_years=2 cannot be split"),
+        ({"num_years": 2}, r"num_years=2 \(--years\) cannot be split"),
         ({"num_years": 7, "test_years": 6}, "and test_years=6; take num_years=8 or more"),
         ({"test_years": 0}, "and test_years=0; take num_years=3"),
         ({"dt_seconds": 50000.0}, r"does not divide a day \(86400 s\); take 43200"),

@@ -108,11 +108,11 @@ def test_17_x_24_points_over_three_ranks_come_back_as_17_x_24(
         model=SwinConfig(window=4, boundary=boundary, sampling=sampling, **MODEL),
     )
     serial = Results.joined([measure(config, shapes, torch.float64, 1)], shapes)
-    assert serial.output.shape == (1, 2, 2, 17, 24)
+    assert serial.output.shape == (1, 2, 1, 2, 17, 24)
     for layout in ("window=3", "window=3,stripe_dim=lon"):
         parts = pools[3].run(measure, laid_out(config, layout), shapes, torch.float64, 1)
         results = Results.joined(parts, shapes)
-        assert results.output.shape == (1, 2, 2, 17, 24)
+        assert results.output.shape == (1, 2, 1, 2, 17, 24)
         found = results.differences(serial)
         assert max(found.values()) <= 1e-12, found
     recipe = tmp_path / "recipe.json"

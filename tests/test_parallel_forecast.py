@@ -22,6 +22,7 @@ from graticule.forecast.reader import open_forecast
 from graticule.forecast.run import forecast
 from graticule.mesh import Cut, Mesh, Stripes
 from graticule.parallel.local import LocalRanks, RankError
+from graticule.parallel.talk import everyone
 from graticule.parallel.together import Together
 from small_store import write_store
 
@@ -268,6 +269,7 @@ def test_a_start_that_lacks_its_data_is_refused_on_all_before_the_file_is_made(
 
 
 def _on_a_full_disk(store: str, out: Path, rank: int) -> str:
+    everyone()  # these ranks may not have met yet, which takes a file too
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == rank:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
