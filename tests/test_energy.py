@@ -42,7 +42,7 @@ def meter(monkeypatch: pytest.MonkeyPatch, library: Any) -> EnergyMeter:
 
 
 def test_joules_are_those_since_the_meter_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = Library(5000, 6000, 7500, 10000)
+    library = Library(6000, 7500, 10000)
     made = meter(monkeypatch, library)
     assert (made.joules(), made.joules()) == (1.5, 4.0)
     assert library.asked == ["GPU-1f2e"]
@@ -51,7 +51,10 @@ def test_joules_are_those_since_the_meter_was_made(monkeypatch: pytest.MonkeyPat
 def test_nothing_is_known_without_the_library_the_right_or_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert meter(monkeypatch, Library(Library.NVMLError("not supported"))).joules() is None
+    unknown = Library(Library.NVMLError("not supported"), 7000)
+    assert meter(monkeypatch, unknown).joules() is None
+    lost = meter(monkeypatch, Library(5000, Library.NVMLError("gpu is lost")))
+    assert lost.joules() is None, "a forecast that is whole does not fail for it"
     assert meter(monkeypatch, None).joules() is None  # as if it could not be imported
     assert EnergyMeter(torch.device("cpu")).joules() is None
 

@@ -14,15 +14,17 @@ class EnergyMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._count = _counter(device)
-        self._before = self._count() if self._count else 0.0
+        self._before = self._count() if self._count else None
 
     def joules(self) -> float | None:
         """None: not known."""
-        return self._count() - self._before if self._count else None
+        now = self._count() if self._count else None
+        return None if now is None or self._before is None else now - self._before
 
 
-def _counter(device: torch.device) -> Callable[[], float] | None:
-    """Joules so far, since the driver was loaded."""
+def _counter(device: torch.device) -> Callable[[], float | None] | None:
+    """Joules so far, since the driver was loaded. What fails is not known: no forecast ends for
+    it."""
     if device.type != "cuda":
         return None
     try:
@@ -34,7 +36,13 @@ def _counter(device: torch.device) -> Callable[[], float] | None:
         # By name: what is visible to this process has numbers of its own.
         uuid = torch.cuda.get_device_properties(device).uuid
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except pynvml.NVMLError:  # an older one, a part of one, or no right to ask
+    except pynvml.NVMLError:
         return None
-    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000  # mJ
+
+    def joules() -> float | None:
+        try:
+            return pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000  # mJ
+        except pynvml.NVMLError:  # an older one, a part of one, or no right to ask
+            return None
+
+    return joules

@@ -232,7 +232,7 @@ class SampleSource:
                     if self.holes[inside].any()
                     else ""
                 )
-                + "; use fewer leads or a longer split (generated stores: --test-years)"
+                + "; use fewer leads or a longer split (of a generated ocean: --test-years)"
             )
         return starts
 

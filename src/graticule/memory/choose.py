@@ -252,9 +252,10 @@ class Chooser:
         if weights > least.peak / 4:
             helps.insert(
                 0, f"ranks that share the weights (mesh.weights=sharded, mesh.tensor): of these"
-                f" bytes {size(weights)} are parameters, gradients and optimizer state"
+                f" bytes {size(weights)} are weights, their gradients and the optimizer's"
             )  # fmt: skip
-        helps.append("fewer samples a rank at a time (train.batch, with train.accumulation)")
+        helps.append("fewer samples a rank at a time, where it has several (train.batch, with"
+                     " train.accumulation)")  # fmt: skip
         if self.profile.leads > 1:
             helps.append(f"fewer leads than {self.profile.leads} (train.leads)")
         if not self.offload and not self._only:

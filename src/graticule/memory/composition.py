@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graticule.memory.gathers import after_recomputing, asked_for, gathered_again, there
+from graticule.memory.gathers import (
+    after_recomputing,
+    asked_for,
+    gathered_again,
+    whole_already,
+)
 from graticule.memory.offload import BUFFERS
 from graticule.memory.plan import Plan, Segment
 from graticule.memory.recording import (
@@ -200,7 +205,7 @@ class Composition:
             levels = part.levels.copy()
             weights = self._weights(levels)
             if unit == units[-1]:
-                there(*weights)
+                whole_already(*weights)
             else:
                 _, waiting = self._weights(self._part("backward", lead, unit).levels)
                 gathered_again(*weights, asked=unit == newest and asked_for(waiting))

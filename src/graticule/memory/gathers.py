@@ -23,7 +23,7 @@ def asked_for(underway: np.ndarray) -> bool:
     return bool(underway.min() < 0)
 
 
-def there(whole: np.ndarray, underway: np.ndarray) -> None:
+def whole_already(whole: np.ndarray, underway: np.ndarray) -> None:
     """Make a unit's forward pass that of a recomputation with weights that are whole, in place.
 
     whole, underway: (event,) bytes of gathered weights and of buffers, as they came and went in a
@@ -34,9 +34,6 @@ def there(whole: np.ndarray, underway: np.ndarray) -> None:
 
 def gathered_again(whole: np.ndarray, underway: np.ndarray, *, asked: bool) -> None:
     """The same with weights that have to be gathered. asked: they are underway."""
-    if whole[-1] > 0:  # nobody gave them back after the forward pass
-        there(whole, underway)
-        return
     change, came = _changes(whole), np.maximum(_changes(underway), 0)
     whole[:] = np.maximum(change, 0).cumsum()
     so_far = came.cumsum()

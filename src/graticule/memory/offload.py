@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,7 +28,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from graticule.memory.carrier import Carrier, Fetch, Sent
+from graticule.memory.boundaries import Boundary, Copy, Leaving, Part, Share, bytes_of
+from graticule.memory.carrier import Carrier, Fetch
 
 _ALIGNMENT = 64
 """Bytes to which a copy keeps a tensor's alignment: no vector of a CPU or GPU is longer."""
@@ -85,16 +86,16 @@ class Host:
         self._carrier = Carrier(self.device, folder, fake=self._fake)
         self._open, self._counts, self._bytes = True, HostReport(), 0
         self._lock = threading.Lock()
-        self._away: dict[int, _Boundary] = {}
-        self._copies: dict[int, list[_Copy]] = {}
+        self._away: dict[int, Boundary] = {}
+        self._copies: dict[int, list[Copy]] = {}
         self._num_boundaries = self._num_parts = 0
-        self._leaving: deque[_Leaving] = deque()
+        self._leaving: deque[Leaving] = deque()
         self._writing: deque[tuple[int, Future]] = deque()
-        self._ahead: _Boundary | None = None
+        self._ahead: Boundary | None = None
         self._strays: list[Fetch] = []
         # Of parts that nobody refers to any more. These go in any thread, also where the garbage is
         # collected in the middle of a method of this class: so they are noted without the lock.
-        self._gone: deque[_Share] = deque()
+        self._gone: deque[Share] = deque()
 
     @contextmanager
     def boundary(self, *inputs: Tensor, lead: int = 0) -> Iterator[None]:
@@ -119,7 +120,7 @@ class Host:
                 )
         # Numbers and no tensors: the graph keeps the hooks. `inputs` lives as long as this block.
         keys = {tensor.untyped_storage()._cdata for tensor in inputs}
-        boundary = _Boundary(lead)
+        boundary = Boundary(lead)
 
         def pack(tensor: Tensor) -> Any:
             tensor = tensor.detach()
@@ -198,7 +199,7 @@ class Host:
     # Out.
 
     @torch.no_grad()
-    def _pack(self, tensor: Tensor, boundary: "_Boundary") -> "_Part":
+    def _pack(self, tensor: Tensor, boundary: Boundary) -> Part:
         if (isinstance(tensor, FakeTensor) or tensor.is_meta) != self._fake:
             raise ValueError(
                 "a Host is for real tensors or for fake ones: for these make one in the"
@@ -212,9 +213,9 @@ class Host:
             waited_for = boundary.number - self.buffers + 1
             self._settle_writes(min(waited_for, boundary.number))
             copy = self._copy_of(tensor, boundary.number)
-            share = _Share(self._num_parts, boundary, copy)
+            share = Share(self._num_parts, boundary, copy)
             # From here on an error lets go of the part, and with it of the copy.
-            part = _Part(self, share, tensor)
+            part = Part(share, tensor, self._part_is_gone)
             copy.users += 1
             self._num_parts += 1
             boundary.parts[share.number] = copy
@@ -224,11 +225,11 @@ class Host:
             self._settle_writes(waited_for)
             return part
 
-    def _copy_of(self, tensor: Tensor, number: int) -> "_Copy":
+    def _copy_of(self, tensor: Tensor, number: int) -> Copy:
         """A copy that has the tensor's bytes: one that is away already, if it holds them and nobody
         has written to the storage since."""
         storage, version = tensor.untyped_storage(), tensor._version
-        key, (begin, end) = storage._cdata, _bytes_of(tensor)
+        key, (begin, end) = storage._cdata, bytes_of(tensor)
         for copy in self._copies.get(key, ()):
             same = copy.source() is storage and copy.version == version
             if same and copy.begin <= begin and end <= copy.end:
@@ -238,8 +239,8 @@ class Host:
         count, start = (end - begin) // tensor.itemsize, begin // tensor.itemsize
         source = tensor.as_strided((count,), (1,), start).view(torch.uint8)
         sent = self._carrier.send(source)
-        copy = _Copy(key, weakref.ref(storage), version, begin, end, sent)
-        self._leaving.append(_Leaving(number, source, version, sent))
+        copy = Copy(key, weakref.ref(storage), version, begin, end, sent)
+        self._leaving.append(Leaving(number, source, version, sent))
         if sent.written is not None:
             self._writing.append((number, sent.written))
         self._copies.setdefault(key, []).append(copy)
@@ -278,7 +279,7 @@ class Host:
 
     @torch.no_grad()
     def _unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, _Part):
+        if not isinstance(packed, Part):
             return packed
         with self._held():
             self._require_open()
@@ -317,7 +318,7 @@ class Host:
                 return
 
     @torch.no_grad()
-    def _fetch(self, boundary: "_Boundary") -> None:
+    def _fetch(self, boundary: Boundary) -> None:
         self._strays = [fetch for fetch in self._strays if not fetch.settled()]
         self._drop(boundary)
         boundary.untaken = set(boundary.parts)
@@ -327,7 +328,7 @@ class Host:
             if copy.source() is not None:
                 self._count(in_vain_bytes=copy.sent.size)
 
-    def _drop(self, boundary: "_Boundary") -> None:
+    def _drop(self, boundary: Boundary) -> None:
         """Forget what was fetched of a boundary; memory that is being filled, only after that."""
         self._strays += [fetch for fetch in boundary.fetched.values() if not fetch.settled()]
         boundary.fetched.clear()
@@ -345,6 +346,10 @@ class Host:
         finally:
             self._settle()
 
+    def _part_is_gone(self, share: Share) -> None:
+        self._gone.append(share)
+        self._settle()
+
     def _settle(self) -> None:
         """Let go of the parts that are gone, unless another method is at work: it does then."""
         while self._gone and self._lock.acquire(blocking=False):
@@ -354,7 +359,7 @@ class Host:
             finally:
                 self._lock.release()
 
-    def _let_go_of(self, share: "_Share") -> None:
+    def _let_go_of(self, share: Share) -> None:
         boundary, copy = share.boundary, share.copy
         boundary.parts.pop(share.number, None)
         boundary.untaken.discard(share.number)
@@ -386,82 +391,5 @@ class Host:
         self._counts = replace(self._counts, **summed)
 
 
-@dataclass(eq=False)
-class _Copy:
-    """Bytes `begin` to `end` of a storage as they were at `version`, for so many `users`.
-
-    key: of the storage while `source`, the storage itself, is alive.
-    """
-
-    key: int
-    source: weakref.ref[torch.UntypedStorage]
-    version: int
-    begin: int
-    end: int
-    sent: Sent
-    users: int = 0
-
-
-@dataclass(eq=False)
-class _Leaving:
-    """Bytes of boundary `number` on their way out, held."""
-
-    number: int
-    source: Tensor
-    version: int
-    sent: Sent
-
-
-@dataclass(eq=False)
-class _Boundary:
-    """What one call of a unit keeps. number: in the order of packing, given with the first part.
-
-    parts: the copies of those that a graph still refers to. fetched: on the device, or coming;
-    untaken: parts that are to take it.
-    """
-
-    lead: int
-    number: int = -1
-    parts: dict[int, _Copy] = field(default_factory=dict)
-    untaken: set[int] = field(default_factory=set)
-    fetched: dict[_Copy, Fetch] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, eq=False)
-class _Share:
-    """A part's claim to a copy."""
-
-    number: int
-    boundary: _Boundary
-    copy: _Copy
-
-
-class _Part:
-    """What the graph keeps instead of a tensor. When it goes, so does its share of the copy."""
-
-    def __init__(self, host: Host, share: _Share, tensor: Tensor) -> None:
-        self.share, self._host = share, host
-        begin, end = _bytes_of(tensor)
-        self._place = slice(begin - share.copy.begin, end - share.copy.begin)
-        self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
-
-    def of(self, memory: Tensor) -> Tensor:
-        """The tensor, in memory that holds the copy."""
-        flat = memory[self._place].view(self._dtype)
-        return flat.as_strided(self._shape, self._stride).detach()
-
-    def __del__(self) -> None:
-        self._host._gone.append(self.share)
-        self._host._settle()
-
-
 def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
-
-
-def _bytes_of(tensor: Tensor) -> tuple[int, int]:
-    """The first byte in its storage, and the one after the last, of a tensor that has elements."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    span = 1 + sum((int(size) - 1) * int(stride) for size, stride in steps)
-    begin = int(tensor.storage_offset()) * tensor.itemsize
-    return begin, begin + span * tensor.itemsize

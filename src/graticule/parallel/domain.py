@@ -35,10 +35,9 @@ from graticule.model.layers import Conv, Layer, Linear, Mlp, TransposedConv, den
 from graticule.model.nice import Heads, Nice, Offsets
 from graticule.model.swin import WindowAttention
 from graticule.model.windows import WindowMask
-from graticule.parallel.data import local
 from graticule.parallel.exchange import Link
 from graticule.parallel.space import StripedConv, StripedTransposedConv, specialise
-from graticule.parallel.tensor import ColumnLinear, split_parameter
+from graticule.parallel.tensor import ColumnLinear, Held, split_parameter
 
 Form = Literal["column", "row"]
 
@@ -204,13 +203,10 @@ class DomainAttention(WindowAttention):
         return self.proj(self.attend(q, k, v, None, mask))
 
 
-class RowPatches(StripedConv):
+class RowPatches(Held, StripedConv):
     """Convolution whose kernel is its stride, as a row form of patches. features: of the output."""
 
     features: Features
-
-    def held(self, leaf: str) -> Tensor:
-        return local(getattr(self, leaf))
 
     def forward(self, x: Tensor) -> Tensor:
         x, weight, bias = self.operands(x)
@@ -222,14 +218,11 @@ class RowPatches(StripedConv):
         return out.permute(0, 3, 1, 2)
 
 
-class ColumnPatches(StripedTransposedConv):
+class ColumnPatches(Held, StripedTransposedConv):
     """Transposed convolution whose kernel is its stride, as a column form. features: of the
     input."""
 
     features: Features
-
-    def held(self, leaf: str) -> Tensor:
-        return local(getattr(self, leaf))
 
     def forward(self, x: Tensor) -> Tensor:
         x, weight, bias = self.operands(x)
@@ -243,18 +236,12 @@ class ColumnPatches(StripedTransposedConv):
         return out.permute(0, 3, 1, 4, 2, 5).reshape(batch, bias.numel(), rows * k, columns * k)
 
 
-class HeldHeads(Heads):
+class HeldHeads(Held, Heads):
     """(norm, sample, in) -> (norm, sample, part, our features)."""
 
-    def held(self, leaf: str) -> Tensor:
-        return local(getattr(self, leaf))
 
-
-class HeldOffsets(Offsets):
+class HeldOffsets(Held, Offsets):
     """(norm, part, our features)."""
-
-    def held(self, leaf: str) -> Tensor:
-        return local(getattr(self, leaf))
 
 
 def split_domain(model: Beast, mesh: Mesh, planes: Planes) -> Link:

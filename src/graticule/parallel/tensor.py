@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from graticule.mesh import Mesh
 from graticule.model.bayes import Posterior
-from graticule.model.layers import Linear, Mlp, dense
+from graticule.model.layers import Layer, Linear, Mlp, dense
 from graticule.model.swin import RelativePositionBias, WindowAttention
 from graticule.model.windows import WindowMask
 from graticule.parallel.box import box_of
@@ -61,11 +61,15 @@ def split_tensors(model: nn.Module, mesh: Mesh) -> Link:
     return link
 
 
-class ColumnLinear(Linear):
-    """(..., in) -> (..., our share of out)."""
+class Held(Layer):
+    """Has our part of each parameter."""
 
     def held(self, leaf: str) -> Tensor:
         return local(getattr(self, leaf))
+
+
+class ColumnLinear(Held, Linear):
+    """(..., in) -> (..., our share of out)."""
 
 
 class RowLinear(ColumnLinear):
@@ -103,11 +107,8 @@ class SplitAttention(WindowAttention):
         return super().forward(_Gather.apply(x, self.link), mask)
 
 
-class SplitBias(RelativePositionBias):
+class SplitBias(Held, RelativePositionBias):
     """(our heads, token, token)."""
-
-    def held(self, leaf: str) -> Tensor:
-        return local(getattr(self, leaf))
 
 
 class _Gather(torch.autograd.Function):
