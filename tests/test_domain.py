@@ -15,7 +15,6 @@ from graticule.assemble import Shapes, assemble, build_model
 from graticule.config import BeastConfig, Config, override
 from graticule.memory.apply import Memory
 from graticule.memory.plan import Plan, Segment
-from graticule.memory.trace import trace_memory
 from graticule.mesh import Cut, Mesh, Planes
 from graticule.model.draws import Draw
 from graticule.parallel.data import local
@@ -29,6 +28,7 @@ from graticule.train.members import ensemble_of
 from graticule.train.rehearsal import Rehearsal
 from graticule.train.step import training_step
 from graticule.verify.measure import Results, _made_up, _objective, measure
+from peaks import measured_peaks
 from pools import Pools
 
 # Five states, two diagnostic channels, two forcings and a static: none divides by two and three.
@@ -310,10 +310,7 @@ def _peaks(config: Config, ranks: int, plans: list[Plan]) -> list[int]:
     running = assemble(config, SHAPES, Mesh(mesh_of(config.mesh, ranks)))
     job = Rehearsal(config, running, "cpu", "stored", torch.int16)
     job.step(config.train.leads, Memory())()
-    return [
-        trace_memory(job.step(config.train.leads, Memory(plan)), job.owned)[1].peak_bytes
-        for plan in plans
-    ]
+    return measured_peaks(job, plans)
 
 
 @pytest.mark.parametrize(

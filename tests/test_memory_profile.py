@@ -22,6 +22,7 @@ from graticule.mesh import Mesh
 from graticule.parallel.launch import laid_out, mesh_of
 from graticule.train.foresee import foresee
 from graticule.train.rehearsal import Rehearsal, leads_together
+from peaks import measured_peaks
 from pools import Pools
 
 SHAPES = Shapes(
@@ -182,11 +183,7 @@ def test_a_segments_flops_leave_out_what_comes_after_its_last_saved_tensor() -> 
 def measured(config: Config, ranks: int, plans: list[Plan]) -> list[int]:
     """On a rank: the peak of a step of each plan."""
     torch.manual_seed(0)
-    job = job_of(config, ranks)
-    return [
-        trace_memory(job.step(config.train.leads, Memory(plan)), job.owned)[1].peak_bytes
-        for plan in plans
-    ]
+    return measured_peaks(job_of(config, ranks), plans)
 
 
 @pytest.mark.parametrize(
