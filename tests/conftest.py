@@ -1,6 +1,7 @@
 """What holds for every test."""
 
 import logging
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,10 @@ from pools import Pools
 # Tests fork, and compare bit by bit with what a child computes: threads of a threaded parent hang
 # in its children, and another number of threads adds in another order.
 torch.set_num_threads(1)
+
+# A shell has what it starts in the background ignore Ctrl-C, and tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -130,8 +130,8 @@ def test_the_network_is_the_one_written_by_hand(case: dict[str, Any]) -> None:
     wanted = torch.autograd.grad(theirs, [x, *weights.values()], grad)
     largest = max(float(g.abs().max()) for g in wanted)
     for name, a, b in zip(names, found, wanted, strict=True):
-        # The bias before a norm has a gradient of zero.
-        difference = (a - b).abs().max() / max(float(b.abs().max()), 1e-3 * largest)
+        # The bias before a norm has a gradient of zero: the rounding of a sum that cancels.
+        difference = (a - b).abs().max() / max(float(b.abs().max()), 1e-2 * largest)
         assert difference < 1e-11, (name, float(difference))
 
 

@@ -12,8 +12,9 @@ from graticule.config import BayesConfig, BeastConfig, Config
 from graticule.data.planet import Planet
 from graticule.recipes import recipe
 
-PLANET = Planet(num_lat=16, num_lon=32, dt_seconds=1080.0)
-"""Coarse, so that a seed is trained in minutes; ten of its twelve runs train."""
+PLANET = Planet(num_lat=16, num_lon=32, dt_seconds=1080.0, seed=1)
+"""Coarse, so that a seed is trained in minutes; ten of its twelve runs train. Settings were chosen
+on planets of other seeds."""
 SHARES = {10: replace(PLANET, num_runs=3), 30: replace(PLANET, num_runs=5)}
 """By percentage of the training runs: planets with one and three of them, the first ones."""
 MODEL = BeastConfig(
@@ -53,7 +54,7 @@ def configs(stores: dict[int, Path], out: Path, seed: int) -> dict[str, Config]:
     heard = BayesConfig(likelihood="gaussian", floor=0.5**0.5)
     many = BayesConfig(
         weights=True, likelihood="crps", members=MEMBERS, prior="start", prior_sigma=0.1,
-        initial_sigma=0.09,
+        initial_sigma=0.085,
     )  # fmt: skip
     runs: dict[str, Config] = {}
 

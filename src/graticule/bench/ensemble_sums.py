@@ -72,7 +72,8 @@ def mean_over(several: Sequence[Members]) -> Members:
 def scored(paths: Sequence[Path], store: Path, sizes: Sequence[int] = ()) -> list[Members]:
     """Scores of the forecasts at `paths`, whose members, or who, are those of one ensemble.
 
-    store: the truth. sizes: of the first so many members each; none: of all.
+    store: the truth. sizes: of so many members each, for every initial time others, since weights
+    are one draw over all of them and the luck of a few would never average out; none: of all.
     """
     truth = Store(store)
     scale = Statistics.load(truth).aligned(truth.channels.names)[1][:, None, None]
@@ -89,12 +90,14 @@ def scored(paths: Sequence[Path], store: Path, sizes: Sequence[int] = ()) -> lis
                 [each.read(init, lead, member) for each in opened
                  for member in ([None] if each.num_members is None else range(each.num_members))]
             ) / scale  # fmt: skip
-            sizes = sizes or [len(x)]
-            for num in sizes:
+            if sizes:
+                x = x[keyed(0, "members", init).permutation(len(x))]
+            for num in sizes or [len(x)]:
                 totals.append(field_scores(x[:num], y, area))
+        nums = sizes or [len(x)]
     # (size, init, lead)
-    arrays = np.array(totals).reshape(*shape, len(sizes), len(_ARRAYS)).transpose(2, 3, 0, 1)
-    return [Members(num, *each) for num, each in zip(sizes, arrays, strict=True)]
+    arrays = np.array(totals).reshape(*shape, len(nums), len(_ARRAYS)).transpose(2, 3, 0, 1)
+    return [Members(num, *each) for num, each in zip(nums, arrays, strict=True)]
 
 
 def field_scores(x: np.ndarray, y: np.ndarray, area: np.ndarray) -> np.ndarray:

@@ -42,7 +42,7 @@ SIZES = (4, 8, 16, 32, 64, 128)
 class Result:
     """Of one seed. scores: by run; `deep` is the deep ensemble, `turned-twin` and `turned-deep` are
     of as many turned members as ours. noise_to_signal: by run whose
-    weights are drawn, root of sum s^2 / sum mu^2. sizes: of the first 4, 8, ... members."""
+    weights are drawn, root of sum s^2 / sum mu^2. sizes: of 4, 8, ... members."""
 
     scores: dict[str, Members]
     noise_to_signal: dict[str, float]
@@ -280,7 +280,7 @@ def _turned(results: list[Result]) -> list[Row]:
 
 
 def _numbers(results: list[Result]) -> list[Row]:
-    """Scores of the first m members of one posterior, by m."""
+    """Scores of m members of one posterior, by m."""
     sizes = [mean_over([result.sizes[i] for result in results]) for i in range(len(SIZES))]
     inverse = 1 / np.array([each.num for each in sizes])
     squares = np.array([each.square.mean() for each in sizes])
@@ -299,7 +299,7 @@ def _numbers(results: list[Result]) -> list[Row]:
     low, high = interval(slope_of, fair.shape[1], _spacing(MANY_EVERY))
     # From the slope to the end of its interval on the side of 0.
     reach = flat - low if flat > 0 else high - flat
-    at = f"of the first {', '.join(map(str, SIZES))} members of one posterior"
+    at = f"of {', '.join(map(str, SIZES))} members of one posterior, others for each initial time"
     return [
         Row("RMSE^2 = a + b/m", float(fit), 1.0, 0.99,
             note=f"R^2 {at}: a {start:.5g}, b {slope:.4g}, RMSE {_list(np.sqrt(squares), 4)}"),
