@@ -51,7 +51,7 @@ def values_of(times: int = 2, channels: int = 3, rows: int = 7, columns: int = 6
 
 def writer_for(
     path: Path, values: np.ndarray, *, packed: bool = False,
-    inner: tuple[int, int] | None = (2, 3), **more: object,
+    inner: tuple[int, ...] | None = (2, 3), **more: object,
 ) -> StoreWriter:  # fmt: skip
     times, channels, rows, columns = values.shape
     packing = Packing.over_range(np.full(channels, -9.0), np.full(channels, 9.0))
@@ -598,6 +598,8 @@ def test_a_refused_time_can_be_mended_and_written(tmp_path: Path, packed: bool) 
         ({"splits": {"train": ["soon"]}}, "'soon' is no date"),
         ({"inner": (0, 3)}, r"inner_chunk=\(0, 3\) must be at least 1 channel and 1 row"),
         ({"inner": (2, 0)}, r"inner_chunk=\(2, 0\) must be at least 1 channel and 1 row"),
+        ({"inner": (2, 3, 0)}, r"inner_chunk=\(2, 3, 0\) must .* cut too 1 column"),
+        ({"inner": (2,)}, r"inner_chunk=\(2,\) must be at least"),
         ({"static_fields": np.ones((1, 7, 6))},
          r"statics \(none\) need fields of shape \(0, 7, 6\), got \(1, 7, 6\)"),
     ],

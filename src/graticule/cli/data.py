@@ -156,13 +156,17 @@ def _part(text: str | None) -> tuple[int, int] | None:
     return int(part), int(parts)
 
 
-def _chunk(text: str | None) -> tuple[int, int] | None:
+def _chunk(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     try:
-        channels, rows = (int(part) for part in text.split(","))
+        sizes = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"--chunk {text}: write CHANNELS,ROWS, for instance 93,32") from None
-    if channels < 1 or rows < 1:
-        raise ValueError(f"--chunk {text}: both must be at least 1")
-    return channels, rows
+        sizes = ()
+    if len(sizes) not in (2, 3):
+        raise ValueError(
+            f"--chunk {text}: write CHANNELS,ROWS or CHANNELS,ROWS,COLUMNS, for instance 93,32"
+        )
+    if min(sizes) < 1:
+        raise ValueError(f"--chunk {text}: each must be at least 1")
+    return sizes

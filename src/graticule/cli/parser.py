@@ -144,7 +144,11 @@ def build_parser() -> Parser:
         help="source (default): the files' own int16 as they are, float32 where there are others;"
         " int16: others are rounded over their range, for which all is read twice",
     )  # fmt: skip
-    ingest.add_argument("--chunk", metavar="CHANNELS,ROWS", help="what is read together")
+    ingest.add_argument(
+        "--chunk", metavar="CHANNELS,ROWS[,COLUMNS]",
+        help="what is read together (default: all channels and columns of 32 rows); cut columns for"
+        " stripes of longitudes, channels for mesh.tensor of BEAST",
+    )  # fmt: skip
     ingest.add_argument("--time", help="the date of fields without one")
     ingest.add_argument("--drop-south-pole", action="store_true",
                         help="leave the row at 90 S out: 721 rows become 720")  # fmt: skip

@@ -47,7 +47,7 @@ def ingest(
     roles: Mapping[str, Role] | None = None,
     units: Mapping[str, str] | None = None,
     packing: PackingChoice = "source",
-    inner_chunk: tuple[int, int] | None = None,
+    inner_chunk: tuple[int, ...] | None = None,
     splits: dict[str, list[str]] | None = None,
     time: str | None = None,
     drop_south_pole: bool = False,
@@ -66,7 +66,8 @@ def ingest(
     packing: `source` keeps the sources' own int16 numbers, scale and offset exactly where all
     variables have them, and is float32 otherwise. `int16` keeps those that have them and rounds
     the others over their range, for which everything is read twice.
-    inner_chunk: (channels, rows) stored together. splits: `train`, ... to `first/last` ranges.
+    inner_chunk: (channels, rows) or (channels, rows, columns) stored together. splits: `train`,
+        ... to `first/last` ranges.
     time: the date to give to fields none of which has one (a climatological mean).
     drop_south_pole: leave the row at 90 S out (721 rows become 720).
     allow_missing_chunks: take absent chunks of a Zarr source for fill values.

@@ -8,7 +8,7 @@ is held at a time, and a process that is killed leaves no half of a shard under 
 import hashlib
 import os
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,29 @@ NEVER_WRITTEN = -32767
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """shape: (channel, lat, lon). chunk: (channels, rows) stored together, at most `shape`."""
+    """shape: (channel, lat, lon). chunk: (channels, rows, columns) stored together, at most
+    `shape`."""
 
     shape: tuple[int, int, int]
-    chunk: tuple[int, int]
+    chunk: tuple[int, int, int]
     dtype: np.dtype
+
+    @classmethod
+    def of(
+        cls, shape: tuple[int, int, int], inner_chunk: Sequence[int] | None, dtype: np.dtype
+    ) -> "ShardLayout":
+        """inner_chunk: (channels, rows) of all columns, or (channels, rows, columns); None: all
+        channels x 32 rows. ValueError where it is neither."""
+        given = (shape[0], 32) if inner_chunk is None else tuple(inner_chunk)
+        if len(given) not in (2, 3) or min(given) < 1:
+            raise ValueError(
+                f"inner_chunk={inner_chunk} must be at least 1 channel and 1 row, and where"
+                " longitudes are cut too 1 column"
+            )
+        channels, rows, columns = (
+            min(size, points) for size, points in zip((*given, shape[2])[:3], shape, strict=True)
+        )
+        return cls(shape, (channels, rows, columns), dtype)
 
     @property
     def groups(self) -> list[slice]:
@@ -39,18 +57,19 @@ class ShardLayout:
                 for first in range(0, self.shape[0], self.chunk[0])]  # fmt: skip
 
     @property
-    def inner(self) -> tuple[int, int, int]:
-        return (*self.chunk, self.shape[2])
-
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Inner chunks along channels and rows; the last ones may reach beyond the shape."""
-        return -(-self.shape[0] // self.chunk[0]), -(-self.shape[1] // self.chunk[1])
+    def counts(self) -> tuple[int, int, int]:
+        """Inner chunks along each dim; the last ones may reach beyond the shape."""
+        channels, rows, columns = (
+            -(-points // size) for points, size in zip(self.shape, self.chunk, strict=True)
+        )
+        return channels, rows, columns
 
     @property
     def padded(self) -> tuple[int, int, int]:
-        counts = self.counts
-        return counts[0] * self.chunk[0], counts[1] * self.chunk[1], self.shape[2]
+        channels, rows, columns = (
+            count * size for count, size in zip(self.counts, self.chunk, strict=True)
+        )
+        return channels, rows, columns
 
     @property
     def fill(self) -> float:
@@ -79,7 +98,7 @@ class ShardWriter:
     def __init__(self, layout: ShardLayout) -> None:
         self.layout = layout
         self._chunk = _Encoder(
-            layout.inner, layout.dtype, [BloscCodec(cname="lz4", shuffle="shuffle"), Crc32cCodec()]
+            layout.chunk, layout.dtype, [BloscCodec(cname="lz4", shuffle="shuffle"), Crc32cCodec()]
         )
         self._index = _Encoder((*layout.counts, 2), np.dtype(np.uint64), [Crc32cCodec()])
 
@@ -113,9 +132,9 @@ class ShardWriter:
                         valid.append(int(np.count_nonzero(present)))
                         masks.append(keep_mask(np.packbits(present)))
                         of_content.update(_plane_digest(plane))
-                    for row in range(layout.counts[1]):
-                        encoded = self._chunk.encoded(self._cut(block, row))
-                        index[number, row] = position, len(encoded)
+                    for place in np.ndindex(layout.counts[1:]):
+                        encoded = self._chunk.encoded(self._cut(block, *place))
+                        index[number, *place] = position, len(encoded)
                         file.write(encoded)
                         of_file.update(encoded)
                         position += len(encoded)
@@ -133,13 +152,14 @@ class ShardWriter:
             position, of_file.hexdigest(), of_content.hexdigest(), tuple(valid), tuple(masks)
         )
 
-    def _cut(self, block: np.ndarray, row: int) -> np.ndarray:
+    def _cut(self, block: np.ndarray, band: int, strip: int) -> np.ndarray:
         """One inner chunk, filled up to its full size where it reaches beyond the shape."""
-        rows = block[:, row * self.layout.chunk[1] : (row + 1) * self.layout.chunk[1]]
-        if rows.shape == self.layout.inner:
-            return rows
-        whole = np.full(self.layout.inner, self.layout.fill, self.layout.dtype)
-        whole[: rows.shape[0], : rows.shape[1]] = rows
+        _, height, width = chunk = self.layout.chunk
+        part = block[:, band * height : (band + 1) * height, strip * width : (strip + 1) * width]
+        if part.shape == chunk:
+            return part
+        whole = np.full(chunk, self.layout.fill, self.layout.dtype)
+        whole[tuple(slice(size) for size in part.shape)] = part
         return whole
 
 

@@ -1,12 +1,13 @@
 """Read planes from the store's shards: an index once, then exactly the inner chunks wanted.
 
-A shard is the file of one time: inner chunks (channels x rows x full longitude, compressed by
-blosc, each followed by its crc32c) and at the end an index of (offset, size) for each chunk,
-64-bit little-endian in C order, followed by its own crc32c. Zarr writes it and is the reference;
-reading it through Zarr costs 3 to 5 ms a call, a millisecond of them for each inner chunk, and
-memory that is new every time.
+A shard is the file of one time: inner chunks (channels x rows x columns, compressed by blosc, each
+followed by its crc32c) and at the end an index of (offset, size) for each chunk, 64-bit
+little-endian in C order, followed by its own crc32c. Zarr writes it and is the reference; reading
+it through Zarr costs 3 to 5 ms a call, a millisecond of them for each inner chunk, and memory that
+is new every time.
 """
 
+import itertools
 import math
 import os
 import threading
@@ -15,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -52,6 +53,17 @@ class Target:
     turn: int = 0
 
 
+class _Place(NamedTuple):
+    """An inner chunk: of which time, its place among the others, where it is in the file."""
+
+    time: int
+    layer: int
+    band: int
+    strip: int
+    start: int
+    size: int
+
+
 def layout_of(fields: Any) -> ShardLayout:
     """Of the array `fields`; ValueError unless it is laid out as `ShardWriter` writes it."""
     about: dict[str, Any] = fields.metadata.to_dict()
@@ -61,19 +73,19 @@ def layout_of(fields: Any) -> ShardLayout:
     inner: Any = tuple(settings.get("chunk_shape", outer))
     codecs = [codec["name"] for codec in settings.get("codecs", ())]
     index = [codec["name"] for codec in settings.get("index_codecs", ())]
-    layout = ShardLayout(fields.shape[1:], inner[1:3], np.dtype(fields.dtype))
+    layout = ShardLayout(fields.shape[1:], inner[1:4], np.dtype(fields.dtype))
     if (
         [sharding["name"], *others] != ["sharding_indexed"]
         or codecs != ["bytes", "blosc", "crc32c"]
         or index != ["bytes", "crc32c"]
         or settings["index_location"] != "end"
-        or inner != (1, *layout.inner)
+        or inner != (1, *layout.chunk)
         or outer != (1, *layout.padded)
     ):
         raise ValueError(
             f"the array fields has chunks of {outer}, inside them {inner}, and codecs"
             f" {[codec['name'] for codec in about['codecs']]}, inside them {codecs}; a store has"
-            " one shard a time, of chunks over all longitudes with a checksum each: write it again"
+            " one shard a time, of chunks with a checksum each: write it again"
         )
     return layout
 
@@ -133,17 +145,20 @@ class Shards:
             raise self._lost(time, used[0], rows[0]) from None
         except (OSError, ValueError) as error:
             raise self._damaged(time, used[0], error) from error
-        height, depth = self.layout.chunk[1], self.layout.chunk[0]
+        depth, height, width = self.layout.chunk
         jobs: list[Job] = []
-        for layer in sorted({channel // depth for channel in used}):
-            for band in range(rows[0] // height, rows[-1] // height + 1):
-                start, size = index[layer, band]
-                place = (time, layer, band, int(start), int(size))
-                jobs.append(partial(self._chunk, file, place, targets, rows, columns))
+        for layer, band, strip in itertools.product(
+            sorted({channel // depth for channel in used}),
+            range(rows[0] // height, rows[-1] // height + 1),
+            range(columns[0] // width, columns[-1] // width + 1),
+        ):
+            start, size = index[layer, band, strip]
+            place = _Place(time, layer, band, strip, int(start), int(size))
+            jobs.append(partial(self._chunk, file, place, targets, rows, columns))
         return jobs
 
     def _index(self, time: int, file: int) -> np.ndarray:
-        """(channel chunk, row chunk, 2) uint64: offset and size of each inner chunk."""
+        """(*layout.counts, 2) uint64: offset and size of each inner chunk."""
         status = os.fstat(file)
         # These differ once the file is written anew.
         state = (status.st_ino, status.st_size, status.st_mtime_ns)
@@ -166,16 +181,17 @@ class Shards:
     def _chunk(
         self,
         file: int,
-        place: tuple[int, int, int, int, int],
+        place: "_Place",
         targets: Sequence[Target],
         rows: range,
         columns: range,
     ) -> None:
         """Read, check and decompress one inner chunk and copy the planes that are wanted."""
-        time, layer, band, start, size = place
-        depth, height = self.layout.chunk
-        first_row = band * height
+        time, layer, band, strip, start, size = place
+        depth, height, width = self.layout.chunk
+        first_row, first_column = band * height, strip * width
         top, bottom = max(rows.start, first_row), min(rows.stop, first_row + height)
+        left, right = max(columns.start, first_column), min(columns.stop, first_column + width)
         pieces = [
             (target, runs)
             for target in targets
@@ -192,6 +208,7 @@ class Shards:
         except (OSError, ValueError, RuntimeError) as error:
             raise self._damaged(time, name, error) from error
         here = slice(top - first_row, bottom - first_row)
+        across = slice(left - first_column, right - first_column)
         there = slice(top - rows.start, bottom - rows.start)
         for target, runs in pieces:
             for first, into, count in runs:
@@ -201,17 +218,17 @@ class Shards:
                     channel, row = (int(i) for i in np.argwhere(lost)[0])
                     raise self._lost(time, layer * depth + first + channel, top + row)
                 _turned(
-                    planes[:, :, columns.start : columns.stop],
+                    planes[:, :, across],
                     target.out[into : into + count, there],
-                    target.turn,
+                    left - columns.start + target.turn,
                 )
 
     def _decompressed(self, file: int, start: int, size: int) -> np.ndarray:
-        """(channel, row, lon) in this thread's own memory, until its next chunk."""
+        """(channel, row, column) in this thread's own memory, until its next chunk."""
         own = self._scratch
         if not hasattr(own, "chunk"):
             own.raw = np.empty(0, np.uint8)
-            own.chunk = np.empty(self.layout.inner, self.layout.dtype)
+            own.chunk = np.empty(self.layout.chunk, self.layout.dtype)
         if not 4 < size <= 2 * own.chunk.nbytes + 1024:
             raise ValueError(f"a chunk of {size} bytes does not hold {own.chunk.nbytes}")
         if own.raw.size < size:
@@ -276,10 +293,9 @@ def _runs(channels: tuple[int, ...], first: int, last: int) -> list[tuple[int, i
     return runs
 
 
-def _turned(planes: np.ndarray, out: np.ndarray, turn: int) -> None:
-    """Copy (channel, row, column), `turn` columns to the east."""
-    if turn == 0:
-        out[...] = planes
-    else:
-        out[..., turn:] = planes[..., :-turn]
-        out[..., :turn] = planes[..., -turn:]
+def _turned(planes: np.ndarray, out: np.ndarray, first: int) -> None:
+    """Copy (channel, row, column) to where the columns from `first` on are, once around."""
+    first %= out.shape[-1]
+    before = min(planes.shape[-1], out.shape[-1] - first)
+    out[..., first : first + before] = planes[..., :before]
+    out[..., : planes.shape[-1] - before] = planes[..., before:]

@@ -1,7 +1,9 @@
 """The store: fields on disk as the model wants them, one Zarr v3 group.
 
 `fields` is (time, channel, lat, lon), one shard (file) per time step, cut inside into chunks of
-channels x rows x full longitude, so that a stripe of latitudes reads its own bytes only.
+channels x rows x columns, by default of all channels and columns: a stripe of latitudes reads its
+own bytes only, and with chunks that are cut in longitude or by channels so does a stripe of
+longitudes, or a rank that has some of the channels.
 Compression is blosc-lz4 with byte shuffle. Values are float32, or int16 with a scale and an
 offset per channel. Land and missing values have a code of their own, and so has "never written":
 a lost chunk is an error, never land.

@@ -60,11 +60,12 @@ class StoreWriter:
         static_fields: np.ndarray | None = None,
         splits: dict[str, list[str]] | None = None,
         provenance: dict[str, Any] | None = None,
-        inner_chunk: tuple[int, int] | None = None,
+        inner_chunk: tuple[int, ...] | None = None,
         training: np.ndarray | None = None,
         resume: bool = False,
     ) -> None:
-        """inner_chunk: (channels, rows) read together; default all channels x 32 rows.
+        """inner_chunk: (channels, rows) or (channels, rows, columns) that are read together;
+        default all channels x 32 rows of all columns.
         training: indices of the times whose statistics are gathered as they are written, and
         saved by `finish`; none: no statistics.
         resume: go on with an unfinished store at `path`, which must be this very one."""
@@ -94,14 +95,8 @@ class StoreWriter:
                 )
             static_fields = Packing().pack(static_fields, statics)
         times.check_splits(splits or {})
-        chunk_channels, chunk_rows = inner_chunk or (len(channels), 32)
-        if min(chunk_channels, chunk_rows) < 1:
-            raise ValueError(f"inner_chunk={inner_chunk} must be at least 1 channel and 1 row")
-        self.layout = ShardLayout(
-            (len(channels), height, width),
-            (min(chunk_channels, len(channels)), min(chunk_rows, height)),
-            self.packing.dtype,
-        )
+        shape = len(channels), height, width
+        self.layout = ShardLayout.of(shape, inner_chunk, self.packing.dtype)
         self._gatherer = Gatherer(
             self.path, self.layout, self.packing, times, channels, statics,
             moments_of(static_fields), [] if training is None else training,
@@ -139,7 +134,7 @@ class StoreWriter:
         """Make the empty store under a name of its own and rename it into place: of several
         processes that begin at once one succeeds. False: another was first."""
         path = self.path.parent.resolve() / f".{self.path.name}.{uuid.uuid4().hex}.part"
-        layout, inner = self.layout, (1, *self.layout.inner)
+        layout, inner = self.layout, (1, *self.layout.chunk)
         try:
             group = zarr.open_group(str(path), mode="w", zarr_format=3)
             group.create_array(

@@ -291,7 +291,7 @@ def _of_scores(scores: dict[str, Any]) -> list[str]:
             found.append(
                 f"The normalised RMSE falls from {model[before]:.4g} at {names[before]}"
                 f" to {model[after]:.4g} at {names[after]}: errors should grow with the"
-                " lead, unless the leads cover different times."
+                " lead, unless the leads cover different times or are outputs of one model step."
             )
             break
     noisy = {
