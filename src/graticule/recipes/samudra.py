@@ -133,10 +133,10 @@ def samudra_ocean() -> Config:
         train=replace(
             base.train,
             loss="mse",
-            steps=700,
+            steps=1200,
             batch=8,
             leads=4,
-            leads_from=((1, 1), (501, 4)),
+            leads_from=((1, 1), (801, 4)),
             # Weighted by area a polar cell hardly counts, and forecasts leave their range there.
             area_weighted=False,
             learning_rate=6e-4,
