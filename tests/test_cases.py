@@ -63,17 +63,24 @@ HELD = {
     ],
     "a window across a gap": [
         "test_cases::test_windows_of_files_with_a_missing_day_or_years_apart",
+        "test_samudra_cases"
+        "::test_no_window_of_a_curriculum_crosses_a_missing_day_or_leads_into_another_year",
     ],
     "the last window lost": [
         "test_loader::test_every_window_comes_once_whatever_the_batch",
         "test_loader::test_ranks_share_the_batches_of_one_process",
         "test_loader::test_every_sample_comes_once_for_any_number_of_samples_batch_and_ranks",
+        "test_samudra_cases"
+        "::test_every_validation_window_is_scored_once_whatever_the_threads_batch_and_ranks",
     ],
     "29 February in a calendar without it": [
         "test_cases::test_a_noleap_forecast_steps_from_28_february_to_1_march",
+        "test_samudra_cases::test_noleap_windows_and_rollouts_step_from_28_february_to_1_march",
     ],
     "a climatology that shifts after 29 February": [
         "test_climatology::test_no_day_shifts_after_29_february",
+        "test_samudra_cases"
+        "::test_a_rollout_over_29_february_is_scored_by_the_climatology_of_its_dates",
     ],
     "units converted twice or never": [
         "test_cases::test_kelvin_files_give_celsius_forecasts_where_asked",
@@ -89,20 +96,38 @@ HELD = {
     "a forecast beyond its forcing": [
         "test_forecast::test_a_forecast_beyond_the_forcing_is_refused_before_its_first_step",
         "test_forecast::test_forcing_alone_is_enough_for_times_without_any_state",
+        "test_samudra_cases"
+        "::test_a_forecast_of_more_days_than_its_forcing_is_refused_with_the_first_date_it_lacks",
     ],
     "a channel without spread": [
         "test_cases::test_a_constant_channel_trains_and_is_forecast_as_its_constant",
+        "test_samudra_values"
+        "::test_a_constant_channel_trains_finite_and_is_forecast_as_its_constant",
     ],
     "a variance lost to cancellation": [
         "test_statistics::test_large_means_do_not_cancel_whatever_the_chunking",
+        "test_samudra_values"
+        "::test_a_pressure_of_101325_to_101327_has_its_spread_in_what_the_network_is_given_and_taught",
     ],
     "statistics that saw the test years": [
         "test_statistics::test_statistics_of_training_days_do_not_see_the_others",
+        "test_samudra_values::test_losses_and_forecasts_know_the_training_days_alone",
     ],
-    "NaN times zero": ["test_loss::test_a_missing_label_on_land_reaches_neither_loss_nor_gradient"],
-    "a mean of unequal means": ["test_loss::test_two_halves_over_the_global_weight_are_the_whole"],
+    "NaN times zero": [
+        "test_loss::test_a_missing_label_on_land_reaches_neither_loss_nor_gradient",
+        "test_samudra_values"
+        "::test_a_label_that_is_missing_on_land_gives_the_loss_and_gradient_of_the_sea",
+        "test_samudra_values::test_no_gradient_of_a_rollout_depends_on_what_labels_hold_on_land",
+    ],
+    "a mean of unequal means": [
+        "test_loss::test_two_halves_over_the_global_weight_are_the_whole",
+        "test_samudra_values"
+        "::test_ranks_with_one_wet_cell_and_seven_have_the_loss_and_gradients_of_one_rank",
+    ],
     "weights of poles": [
         "test_cases::test_an_error_of_two_everywhere_scores_two_with_poles_either_way_up",
+        "test_samudra_values"
+        "::test_an_error_of_two_everywhere_is_two_with_poles_either_way_up_on_any_ranks",
     ],
     "memory that grows": [
         "test_loader::test_memory_has_a_bound_however_many_steps_are_taken",
@@ -175,7 +200,8 @@ HELD = {
         "test_ensemble_evaluate::test_one_member_is_scored_and_what_it_cannot_have_is_said",
     ],
     "no spread and no error": [
-        "test_likelihoods::test_members_that_are_all_the_target_have_a_finite_score_and_no_gradient",
+        "test_likelihoods"
+        "::test_members_that_are_all_the_target_have_a_finite_score_and_no_gradient",
         "test_ensemble_sums::test_members_that_all_equal_the_target_score_zero_and_have_no_ratio",
         "test_ensemble_sums::test_prescribed_cells_leave_the_ratio_as_it_is",
         "test_ensemble_scores::test_prescribed_cells_are_excluded_and_change_nothing",

@@ -74,6 +74,11 @@ def test_denormalising_gives_the_values_back_and_land_is_nan(tmp_path: Path, pac
     np.testing.assert_allclose(back, store.read(5), rtol=2e-7, atol=2e-6)
     np.testing.assert_array_equal(np.isnan(back), ~store.wet)
     assert (back[6] == np.float32(273.16)).all()
+    # Of a constant a network may say anything.
+    said = normaliser.denormalise(torch.full((7, *store.grid.shape), 0.5)).numpy()
+    assert (said[6] == np.float32(273.16)).all()
+    np.testing.assert_array_equal(np.isnan(said), ~store.wet)
+    assert not np.array_equal(said[5], normaliser.denormalise(torch.zeros(said.shape))[5].numpy())
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -196,8 +196,11 @@ class Normaliser(nn.Module):
         return masks
 
     def denormalise(self, normalised: Tensor) -> Tensor:
-        """Back to units, float32 (..., channel, lat, lon); land is NaN."""
-        values = normalised.double() * self.std + self.mean
+        """Back to units, float32 (..., channel, lat, lon); land is NaN.
+
+        A channel without spread is its constant, whatever a network says of it.
+        """
+        values = normalised.double() * self.std.masked_fill(self._constant, 0.0) + self.mean
         return torch.where(self.wet, values, torch.nan).float()
 
 

@@ -12,7 +12,8 @@ loss                of leads 1 to the horizon, their mean (a training loss is th
 rmse                by channel, in its units: over cells by area, and initial times, at the last
                     output time of the horizon's lead
 ratio               by channel, `rmse` over that of persistence, which forecasts the initial state;
-                    diagnostic channels have none. `mean_ratio`: over all that have one
+                    diagnostic channels have none, nor has one of which persistence misses nothing.
+                    `mean_ratio`: over all that have one
 
 What is done is remembered there: a validation that was stopped goes on with the next checkpoint.
 """
@@ -168,7 +169,9 @@ class _Rollouts:
         )
         by_channel = objective.of_all(self.weights.cell.sum((1, 2), dtype=torch.float64))
         self.by_channel = Link(mesh.group(*SAMPLE)).sum(by_channel, "weights").cpu().numpy()
-        _, self.std = task.statistics.aligned(self.names)
+        _, scale = task.statistics.aligned(self.names)
+        # As in a forecast, where a channel without spread is its constant.
+        self.std = np.where(task.statistics.constant(self.names), 0.0, scale)
 
     def of(
         self, loaded: checkpoint.Loaded, progress: Callable[[int, int], None] | None
@@ -183,10 +186,10 @@ class _Rollouts:
         hours = self.task.source.store.times.nominal_step_seconds / 3600
         with np.errstate(divide="ignore", invalid="ignore"):
             rmse = np.sqrt(squares / (self.by_channel * samples)) * self.std
-            ratio = np.full_like(rmse, np.nan)
-            ratio[:, : persistence.shape[1]] = np.sqrt(
-                squares[:, : persistence.shape[1]] / persistence
-            )
+        ratio = np.full_like(rmse, np.nan)
+        known = slice(persistence.shape[1])
+        np.divide(squares[:, known], persistence, out=ratio[:, known], where=persistence > 0)
+        ratio = np.sqrt(ratio)
         for place, lead in enumerate(self.leads):
             told = ratio[place][: persistence.shape[1]]
             told = told[~np.isnan(told)]
