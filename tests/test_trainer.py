@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -640,3 +641,15 @@ def test_fine_tuning_another_model_says_first_what_differs(
     with caplog.at_level(logging.WARNING):
         train(grouped, tmp_path / "grouped")
     assert "another model: model.norm_groups is 4 there and 2 here" in said(caplog)
+
+
+def test_energy_is_told_of_each_step_where_it_is_counted(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = iter([1.0, 3.5, 4.0, None, 7.0, 9.0])  # before and after each step
+    monkeypatch.setattr(
+        "graticule.train.run.EnergyMeter", lambda device: SimpleNamespace(joules=readings.__next__)
+    )
+    train(config_of(store, steps=3), tmp_path / "run")
+    told = [line.get("joules") for line in read_metrics(tmp_path / "run")]
+    assert told == [2.5, None, 2.0]

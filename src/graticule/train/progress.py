@@ -17,6 +17,8 @@ cells_per_s         values predicted and scored per second: samples x leads x ou
                     predicted channels x lat x lon. It compares runs of different resolution
 data_wait_share     share of the wall time spent waiting for the reader
 memory_gib          peak so far: CUDA's allocator on a GPU, else this process's resident set
+joules              energy of this rank's GPU in this step, where its vendor's library counts it
+                    (the extra `energy`; not run yet): of a run, the sum over all ranks' files
 loss_scale          float16 only; `skipped` is true where the step was left out
 validation_loss     where it was computed after this step
 """
@@ -33,7 +35,7 @@ from typing import Any
 import torch
 
 FILE, RANKS = "metrics.jsonl", "ranks"
-RANK_KEYS = ("step", "seconds", "data_wait_share", "memory_gib")
+RANK_KEYS = ("step", "seconds", "data_wait_share", "memory_gib", "joules")
 
 
 class Metrics:
@@ -69,7 +71,7 @@ class Metrics:
     def write(self, metrics: dict[str, Any]) -> None:
         """One step's line. Numbers that are not finite become null: JSON has no others."""
         if self._rank:
-            metrics = {key: metrics[key] for key in RANK_KEYS}
+            metrics = {key: metrics[key] for key in RANK_KEYS if key in metrics}
         line = json.dumps(plain(metrics))
         try:
             self._file.write(line + "\n")

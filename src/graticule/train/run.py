@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from graticule.cluster.energy import EnergyMeter
 from graticule.config import Config
 from graticule.data.loader import Batch, Loader, Order
 from graticule.memory.apply import Memory
@@ -48,7 +49,7 @@ class Run:
     def __init__(self, task: Task, start: Path | None, memory: Memory | None = None) -> None:
         """memory: what its steps do with their memory; None: everything is kept."""
         self.task, self.settings, self.memory = task, task.config.train, memory
-        self.step = 0
+        self.step, self.meter = 0, EnergyMeter(task.device)
         model, channels = task.model, task.source.channel_names
         self.loss_scale = LossScale() if self.settings.precision in ("fp16", "paper") else None
         self.dynamic_scale: DynamicScale | None = None
@@ -182,7 +183,7 @@ class Run:
         """
         settings, leads = self.settings, self.settings.leads_at(self.step + 1)
         objective = replace(self.task.objective, leads=leads)
-        began, waited = time.perf_counter(), loader.waited
+        began, waited, spent = time.perf_counter(), loader.waited, self.meter.joules()
         samples = settings.batch * settings.accumulation
         rate = Schedule(settings).rate(self.step + 1)
         scale = self.loss_scale.value if self.loss_scale else None
@@ -225,6 +226,9 @@ class Run:
             "data_wait_share": (loader.waited - waited) / seconds,
             "memory_gib": memory_gib(self.task.device),
         }
+        joules = self.meter.joules()
+        if spent is not None and joules is not None:
+            line["joules"] = joules - spent
         if scale is not None:
             line |= {"loss_scale": scale, "skipped": not result.applied}
         return line, result.told
