@@ -92,8 +92,8 @@ class SampleSource:
 
     prognostic, forcing, diagnostic, predicted (prognostic then diagnostic): positions in the
     store's channels. A channel that is not named is not copied.
-    rows, columns: the part of the grid that is read, the whole of it by default; a stripe of
-    rows reads its own inner chunks only, and an empty one none.
+    rows, columns: the part of the grid that is read, the whole of it by default; a stripe reads
+    the inner chunks that it lies in, and an empty one none.
     """
 
     def __init__(
