@@ -85,6 +85,22 @@ def test_a_stopped_ingest_goes_on_where_it_was(
     assert "is complete already" in caplog.text
 
 
+def test_an_ingest_begun_before_longitudes_could_be_cut_goes_on(
+    file: Path, whole: Store, tmp_path: Path
+) -> None:
+    """Its chunk is noted as two sizes, channels and rows of all columns."""
+    out = tmp_path / "store"
+    with pytest.raises(KeyboardInterrupt):
+        ingest([file], out, variables=NAMES, splits=TRAIN, progress=stop_after(4))
+    about = json.loads((out / "zarr.json").read_text())
+    begun = about["attributes"]["begun"]
+    channels, rows, columns = begun["inner_chunk"]
+    assert columns == whole.grid.shape[1]
+    begun["inner_chunk"] = [channels, rows]
+    (out / "zarr.json").write_text(json.dumps(about))
+    assert_same(ingest([file], out, variables=NAMES, splits=TRAIN), whole)
+
+
 @pytest.mark.parametrize("harm", ["torn", "other", "lost", "mask"])
 def test_a_finished_step_that_is_not_what_was_recorded_is_written_again(
     harm: str, file: Path, whole: Store, tmp_path: Path

@@ -324,11 +324,13 @@ WHERE = r"at 2003-02-22 00:00:00 .*fields/c/1/0/0/0"
 
 def test_a_missing_shard_is_an_error_with_file_variable_and_date(store: Store) -> None:
     store.shard_path(1).unlink()
-    with pytest.raises(ValueError, match=rf"thetao {WHERE}, from row 0\); write the store again"):
+    with pytest.raises(
+        ValueError, match=rf"thetao {WHERE}, from row 0, column 0\); write the store again"
+    ):
         store.read(1)
-    with pytest.raises(ValueError, match=rf"zos {WHERE}, from row 2\)"):
+    with pytest.raises(ValueError, match=rf"zos {WHERE}, from row 2, column 0\)"):
         store.read(1, [2], slice(2, 4))
-    with pytest.raises(ValueError, match=rf"so {WHERE}, from row 5\)"):
+    with pytest.raises(ValueError, match=rf"so {WHERE}, from row 5, column 0\)"):
         store.read(1, [2, 1], slice(-2, None))
     store.read(0)
 
@@ -341,7 +343,9 @@ def test_one_lost_inner_chunk_is_an_error_where_it_is_read(store: Store) -> None
     fields[1, :2] = whole[:2]
     fields[1, 2, :3] = whole[2, :3]
     fields[1, 2, 6:] = whole[2, 6:]
-    with pytest.raises(ValueError, match=rf"zos {WHERE}, from row 3\); write the store again"):
+    with pytest.raises(
+        ValueError, match=rf"zos {WHERE}, from row 3, column 0\); write the store again"
+    ):
         store.read(1)
     np.testing.assert_array_equal(store.read_stored(1, [0, 1]), whole[:2])
     np.testing.assert_array_equal(store.read_stored(1, [2], slice(0, 3)), whole[2:, :3])

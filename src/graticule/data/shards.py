@@ -142,7 +142,7 @@ class Shards:
             files.callback(os.close, file)
             index = self._index(time, file)
         except FileNotFoundError:
-            raise self._lost(time, used[0], rows[0]) from None
+            raise self._lost(time, used[0], rows[0], columns[0]) from None
         except (OSError, ValueError) as error:
             raise self._damaged(time, used[0], error) from error
         depth, height, width = self.layout.chunk
@@ -202,7 +202,7 @@ class Shards:
             return
         name = layer * depth + used[0]
         if start == _ABSENT and size == _ABSENT:
-            raise self._lost(time, name, top)
+            raise self._lost(time, name, top, left)
         try:
             chunk = self._decompressed(file, start, size)
         except (OSError, ValueError, RuntimeError) as error:
@@ -216,7 +216,7 @@ class Shards:
                 lost = planes[:, :, 0] == self.layout.fill
                 if lost.any():
                     channel, row = (int(i) for i in np.argwhere(lost)[0])
-                    raise self._lost(time, layer * depth + first + channel, top + row)
+                    raise self._lost(time, layer * depth + first + channel, top + row, left)
                 _turned(
                     planes[:, :, across],
                     target.out[into : into + count, there],
@@ -254,10 +254,11 @@ class Shards:
         with _lock:
             self.bytes_read += done
 
-    def _lost(self, time: int, channel: int, row: int) -> ValueError:
+    def _lost(self, time: int, channel: int, row: int, column: int) -> ValueError:
         return ValueError(
             f"{self._path}: {self._names[channel]} at {self._date(time)} was never written or is"
-            f" lost (shard {self.path(time)}, from row {row}); write the store again"
+            f" lost (shard {self.path(time)}, from row {row}, column {column}); write the store"
+            " again"
         )
 
     def _damaged(self, time: int, channel: int, error: Exception) -> ValueError:

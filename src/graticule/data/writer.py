@@ -172,7 +172,9 @@ class StoreWriter:
         if begun is None:
             raise ValueError(f"{self.path} exists already and is not overwritten; name another")
         ours = {**self._description, **self._small_digests, "inner_chunk": list(self.layout.chunk)}
-        theirs = {**attributes, **begun["digests"], "inner_chunk": begun["inner_chunk"]}
+        # Of two sizes where it was begun before chunks could be cut in longitude: of all columns.
+        chunk = [*begun["inner_chunk"], self.grid.shape[1]][:3]
+        theirs = {**attributes, **begun["digests"], "inner_chunk": chunk}
         ours = json.loads(json.dumps(ours))
         different = [key for key in ours if key != "provenance" and ours[key] != theirs.get(key)]
         if different:
