@@ -170,6 +170,24 @@ def test_constant_channel_is_named(tmp_path):
     assert "zos is 5 m everywhere" in found(report, "constant")[0].text
 
 
+def test_a_channel_that_is_constant_in_training_alone_is_named_with_its_range(tmp_path):
+    dataset = tiny_dataset(days=4)
+    sea = np.isfinite(dataset.zos.values)
+    dataset["zos"].values[:3] = np.where(sea[:3], 5.0, np.nan)
+    dataset["zos"].values[3] = np.where(sea[3], 35.0, np.nan)
+    store = tiny_store(tmp_path, dataset, statistics=False)
+    compute(store, np.arange(3)).save(store)
+    mask, zos = found(check(store), "constant")
+    assert (mask.channel, zos.channel) == ("mask", "zos")
+    assert zos.text.startswith("zos is 5 in training and 5 to 35 here: it will be normalised to 0")
+    # A constant has no standard deviations to be away from its mean by.
+    assert found(check(store), "extreme") == []
+    last = found(check(store, times=[3]), "constant")[-1]
+    assert "zos is 5 in training and 35 to 35 here" in last.text
+    within = found(check(store, times=range(3)), "constant")
+    assert [finding.channel for finding in within] == ["zos", "mask"]
+
+
 def test_statistics_that_are_missing_of_other_times_or_of_another_store_are_told(tmp_path):
     splits = {"train": ["2003-02-20/2003-02-27"], "test": ["2003-02-28/2003-03-03"]}
     store = tiny_store(tmp_path, statistics=False, splits=splits)

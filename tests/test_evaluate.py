@@ -414,6 +414,12 @@ def test_the_normalised_mean_divides_by_the_training_deviation(
     constant = score(path, store, statistics_std={"thetao@5": 4.0, "zos": 0.0})
     np.testing.assert_allclose(constant.normalised(), 2 / 4)
     assert "constant, not in the normalised mean: zos" in caplog.text
+    # Where none varies the other scores are there all the same.
+    none = score(path, store, statistics_std={"thetao@5": 0.0, "zos": 0.0})
+    np.testing.assert_array_equal(none.rmse(), scores.rmse())
+    assert "no channel varies in training: there is no normalised mean" in caplog.text
+    assert "normalised" not in none.table()
+    assert "normalised" not in {row["channel"] for row in none.rows()}
 
 
 @pytest.fixture

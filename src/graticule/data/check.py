@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-import cftime
 import numpy as np
 
 from graticule.data.shardfile import content_digest
@@ -358,8 +357,16 @@ def _statistics(store: Store, scans: Sequence[_Scan]) -> list[Finding]:
         if not len(scan.channels):
             continue
         mean, scale = statistics.aligned(scan.channels.names)
+        scale = np.where(statistics.constant(scan.channels.names), np.nan, scale)
         for i, name in enumerate(scan.channels.names):
-            for value, index in ((scan.low[i], scan.low_at[i]), (scan.high[i], scan.high_at[i])):
+            least, most = scan.low[i], scan.high[i]
+            if np.isnan(scale[i]) and scan.count[i] and not least == mean[i] == most:
+                text = (
+                    f"{name} is {mean[i]:g} in training and {least:g} to {most:g} here: it will be"
+                    " normalised to 0, a constant; train where it varies, or set data.without"
+                )
+                found.append(Finding("constant", "warning", name, (), text))
+            for value, index in ((least, scan.low_at[i]), (most, scan.high_at[i])):
                 distance = abs(value - mean[i]) / scale[i]
                 if np.isfinite(distance) and distance > LARGEST_NORMALISED:
                     date = _date(store, int(index))
@@ -373,12 +380,8 @@ def _statistics(store: Store, scans: Sequence[_Scan]) -> list[Finding]:
 
 
 def _date(store: Store, index: int) -> str:
-    return _text(store.times.date(index))
-
-
-def _text(date: cftime.datetime) -> str:
     """ISO 8601; midnight is not spelled out."""
-    return date.isoformat().removesuffix("T00:00:00")
+    return store.times.date(index).isoformat().removesuffix("T00:00:00")
 
 
 def _dates(store: Store, indices: dict[int, int]) -> tuple[str, ...]:

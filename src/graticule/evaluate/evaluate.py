@@ -107,6 +107,9 @@ def evaluate(
         std = None
         if statistics_std is not None:
             std = {name: float(statistics_std[name]) for name in names if name in statistics_std}
+            if std and not any(value > 0 for value in std.values()):
+                log.warning("no channel varies in training: there is no normalised mean")
+                std = None
         ensemble = None
         events = [Threshold.read(text, names) for text in thresholds]
         if forecast.num_members is not None:

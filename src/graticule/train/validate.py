@@ -10,7 +10,8 @@ leads, lead_hours   the horizon: model steps, and hours to the last output time
 loss                of leads 1 to the horizon, their mean (a training loss is their sum), without
                     the channels' factors; null where the rollout was not finite
 rmse                by channel, in its units: over cells by area, and initial times, at the last
-                    output time of the horizon's lead
+                    output time of the horizon's lead. A channel without spread in training has
+                    none: it is normalised to 0 whatever it is in validation (`evaluate` scores it)
 ratio               by channel, `rmse` over that of persistence, which forecasts the initial state;
                     diagnostic channels have none, nor has one of which persistence misses nothing.
                     `mean_ratio`: over all that have one
@@ -170,8 +171,8 @@ class _Rollouts:
         by_channel = objective.of_all(self.weights.cell.sum((1, 2), dtype=torch.float64))
         self.by_channel = Link(mesh.group(*SAMPLE)).sum(by_channel, "weights").cpu().numpy()
         _, scale = task.statistics.aligned(self.names)
-        # As in a forecast, where a channel without spread is its constant.
-        self.std = np.where(task.statistics.constant(self.names), 0.0, scale)
+        # What is normalised to 0 says nothing of how far the truth is from the constant.
+        self.std = np.where(task.statistics.constant(self.names), np.nan, scale)
 
     def of(
         self, loaded: checkpoint.Loaded, progress: Callable[[int, int], None] | None
