@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import zarr
 
+from graticule.data import shards
 from graticule.data.shards import Target, layout_of
 from graticule.data.store import Store
 from test_store import values_of, written
@@ -108,6 +109,21 @@ def test_a_lost_chunk_is_told_where_it_is_read_and_no_matter_elsewhere(tmp_path:
         where = rf"thetao at .* was never written .*, from row 0, column {lost}\)"
         with pytest.raises(ValueError, match=where):
             again.read_stored(0, columns=columns)
+
+
+@pytest.mark.parametrize("room", [0, 2])
+def test_indices_of_small_chunks_are_kept_within_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    store = written(tmp_path / "s", values_of(7, 3, 7, 6), inner=(1, 1, 1))
+    index = 3 * 7 * 6 * 16 + 4
+    monkeypatch.setattr(shards, "_CACHED_INDEX_BYTES", room * index)
+    whole = by_zarr(store)
+    for time in (0, 1, 2, 3, 4, 5, 6, 6, 0):
+        assert store.read_stored(time).tobytes() == whole[time].tobytes()
+        # One that was just read is kept even where there is room for none.
+        kept = sum(held.nbytes for _, held in store.shards._indices.values())
+        assert kept <= max(1, room) * index
 
 
 def test_a_shard_that_is_written_anew_is_read_anew(tmp_path: Path) -> None:

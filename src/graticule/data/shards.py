@@ -37,7 +37,9 @@ def one_by_one(jobs: Sequence[Job]) -> None:
 _lock = lock_across_forks()
 """Of all stores; held for a sum or for an entry."""
 _ABSENT = 2**64 - 1
-_CACHED_INDICES = 4096
+_CACHED_INDEX_BYTES = 2**26
+"""Of a store's indices, kept to read each once: of 84 channels of 720 x 1440 points in chunks of
+1 x 32 x 32 one index has 1.4 MB, and there is one for each time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +175,7 @@ class Shards:
         _check(raw)
         index = raw[:-4].view("<u8").reshape(*self.layout.counts, 2)
         with _lock:
-            if len(self._indices) >= _CACHED_INDICES:
+            if (len(self._indices) + 1) * length > _CACHED_INDEX_BYTES:
                 self._indices.clear()
             self._indices[time] = (state, index)
         return index
