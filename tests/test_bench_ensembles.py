@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,45 @@ def test_a_mean_over_seeds_is_of_the_scores() -> None:
     one, two = drawn(4), drawn(4, spread=2.0)
     assert np.allclose(mean_over([one, two]).square, (one.square + two.square) / 2)
     assert Members.from_dict(json.loads(json.dumps(one.to_dict()))).rmse() == one.rmse()
+
+
+def test_scores_of_some_members_are_of_others_for_each_initial_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Member k says k and the truth is 0, so that the mean of a pair tells who they are."""
+    inits, total = 40, 4
+
+    class Forecast:
+        init_times, num_leads, num_members = range(inits), 1, total
+        valid_times = np.arange(inits)[:, None]
+
+        def __enter__(self) -> "Forecast":
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        def read(self, init: int, lead: int, member: int) -> np.ndarray:
+            return np.full((1, 2, 3), float(member))
+
+    truth = SimpleNamespace(
+        channels=SimpleNamespace(names=["h"]),
+        grid=SimpleNamespace(cell_area=np.ones((2, 1)), shape=(2, 3)),
+        times=SimpleNamespace(seconds=np.arange(inits)),
+        read=lambda time: np.zeros((1, 2, 3)),
+    )
+    one = SimpleNamespace(aligned=lambda names: (np.zeros(1), np.ones(1)))
+    monkeypatch.setattr(ensemble_sums, "open_forecast", lambda path: Forecast())
+    monkeypatch.setattr(ensemble_sums, "Store", lambda path: truth)
+    monkeypatch.setattr(ensemble_sums, "Statistics", SimpleNamespace(load=lambda store: one))
+    monkeypatch.setattr(ensemble_sums, "seconds_of", int)
+    two, four = ensemble_sums.scored([Path("f")], Path("t"), (2, 4))
+    means = np.sqrt(two.square[:, 0]).round(9)
+    assert set(means.tolist()) == {0.5, 1.0, 1.5, 2.0, 2.5}  # all sums of two of 0, 1, 2, 3
+    (whole,) = ensemble_sums.scored([Path("f")], Path("t"))
+    assert (two.num, four.num, whole.num) == (2, 4, 4)
+    np.testing.assert_allclose(four.square, whole.square)
+    np.testing.assert_allclose(four.difference, whole.difference)
+    np.testing.assert_allclose(whole.square, 1.5**2)
 
 
 def test_an_interval_covers_and_is_wider_where_times_follow_each_other() -> None:

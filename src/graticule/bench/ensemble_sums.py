@@ -83,6 +83,7 @@ def scored(paths: Sequence[Path], store: Path, sizes: Sequence[int] = ()) -> lis
         shape = len(first.init_times), first.num_leads
         area = np.broadcast_to(truth.grid.cell_area, truth.grid.shape)
         position = {int(second): i for i, second in enumerate(truth.times.seconds)}
+        nums = sizes or [sum(each.num_members or 1 for each in opened)]
         totals: list[np.ndarray] = []
         for init, lead in np.ndindex(shape):
             y = truth.read(position[seconds_of(first.valid_times[init, lead])]) / scale
@@ -92,9 +93,7 @@ def scored(paths: Sequence[Path], store: Path, sizes: Sequence[int] = ()) -> lis
             ) / scale  # fmt: skip
             if sizes:
                 x = x[keyed(0, "members", init).permutation(len(x))]
-            for num in sizes or [len(x)]:
-                totals.append(field_scores(x[:num], y, area))
-        nums = sizes or [len(x)]
+            totals += [field_scores(x[:num], y, area) for num in nums]
     # (size, init, lead)
     arrays = np.array(totals).reshape(*shape, len(nums), len(_ARRAYS)).transpose(2, 3, 0, 1)
     return [Members(num, *each) for num, each in zip(nums, arrays, strict=True)]

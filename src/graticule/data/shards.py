@@ -40,6 +40,8 @@ _ABSENT = 2**64 - 1
 _CACHED_INDEX_BYTES = 2**26
 """Of a store's indices, kept to read each once: of 84 channels of 720 x 1440 points in chunks of
 1 x 32 x 32 one index has 1.4 MB, and there is one for each time."""
+_ENTRY_BYTES = 512
+"""Of Python's objects around one: of the small indices of many times they are the most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +177,7 @@ class Shards:
         _check(raw)
         index = raw[:-4].view("<u8").reshape(*self.layout.counts, 2)
         with _lock:
-            if (len(self._indices) + 1) * length > _CACHED_INDEX_BYTES:
+            if (len(self._indices) + 1) * (length + _ENTRY_BYTES) > _CACHED_INDEX_BYTES:
                 self._indices.clear()
             self._indices[time] = (state, index)
         return index
@@ -219,7 +221,7 @@ class Shards:
                 if lost.any():
                     channel, row = (int(i) for i in np.argwhere(lost)[0])
                     raise self._lost(time, layer * depth + first + channel, top + row, left)
-                _turned(
+                _copy_around(
                     planes[:, :, across],
                     target.out[into : into + count, there],
                     left - columns.start + target.turn,
@@ -296,7 +298,7 @@ def _runs(channels: tuple[int, ...], first: int, last: int) -> list[tuple[int, i
     return runs
 
 
-def _turned(planes: np.ndarray, out: np.ndarray, first: int) -> None:
+def _copy_around(planes: np.ndarray, out: np.ndarray, first: int) -> None:
     """Copy (channel, row, column) to where the columns from `first` on are, once around."""
     first %= out.shape[-1]
     before = min(planes.shape[-1], out.shape[-1] - first)
