@@ -6,10 +6,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from graticule.mesh import AXES, SAMPLE, WEIGHTS, Mesh
 from graticule.parallel.exchange import Link
 from graticule.parallel.local import LocalRanks, RankError
+from graticule.train.foresee import fake_ranks
 
 
 def _sum_of_ranks() -> float:
@@ -90,6 +93,25 @@ def test_ranks_are_numbered_with_tensor_fastest_and_know_their_groups():
     assert place == {"data": 1, "member": 0, "window": 0, "sequence": 1, "tensor": 0}
     assert sample == 2
     assert members == [[*range(8)], [4, 6], [6, 7], [4, 5, 6, 7], [0, 2, 4, 6]]
+
+
+def _places_of_copies() -> tuple[int, list[int]]:
+    """Of a sharded tensor and of what is made of it."""
+    mesh, _ = Mesh({"data": 2}).device_meshes
+    x = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
+    copies = (x.clone(), x.detach(), torch.zeros_like(x), 2 * x)
+    return x.device_mesh.get_coordinate()[0], [y.device_mesh.get_coordinate()[0] for y in copies]
+
+
+def test_copies_of_sharded_tensors_are_where_this_rank_is_whoever_it_was_before():
+    for rank in (1, 0):
+        with fake_ranks(rank, 2):
+            assert _places_of_copies() == (rank, [rank] * 4)
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    assert _places_of_copies() == (1, [1] * 4)
+    dist.destroy_process_group()
+    with LocalRanks(2) as ranks:
+        assert ranks.run(_places_of_copies) == [(0, [0] * 4), (1, [1] * 4)]
 
 
 def test_a_mesh_of_another_size_than_the_processes_is_refused():

@@ -7,6 +7,7 @@ of a `tensor` group have one stripe together, each some of its channels (BEAST, 
 """
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -110,6 +111,23 @@ class Mesh:
             self.device, (self.size // tensor, tensor), mesh_dim_names=("weights", "tensor")
         )
         return everyone, both
+
+
+def forget_meshes() -> None:
+    """To be called where this process becomes another rank, or one of other processes.
+
+    torch remembers the layout of each operation's result, with the mesh in it, and takes two
+    meshes for one where they name the same ranks: whose place in it this was, and through which
+    groups it talks, may differ. A copy of a sharded tensor would have the place of a rank that
+    this process once was, or was forked from.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    # Two caches: Python's, and this thread's in C++.
+    from torch.distributed.tensor import debug
+
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
 
 
 @dataclass(frozen=True)

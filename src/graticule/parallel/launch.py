@@ -187,6 +187,8 @@ def processes(device: str | None = None) -> Iterator[Processes]:
     import torch
     import torch.distributed as dist
 
+    from graticule.mesh import forget_meshes
+
     launch = launched()
     if dist.is_available() and dist.is_initialized():
         here = Processes(dist.get_rank(), dist.get_world_size())
@@ -206,6 +208,7 @@ def processes(device: str | None = None) -> Iterator[Processes]:
             # Unnamed tensors, too, live on this GPU. Objects and checkpoints travel by gloo.
             torch.cuda.set_device(here.device)
             backend = "cpu:gloo,cuda:nccl"
+        forget_meshes()
         dist.init_process_group(
             backend, store=store, rank=here.rank, world_size=here.size, timeout=EXCHANGE
         )

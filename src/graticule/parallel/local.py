@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from graticule.mesh import forget_meshes
+
 
 class RankError(RuntimeError):
     """A function failed on a rank, or did not end in time. rank: the first that told."""
@@ -159,6 +161,7 @@ def _serve(rank: int, size: int, pipe: Connection, folder: Path, timeout_seconds
             return
         try:
             if not started:
+                forget_meshes()  # the parent's
                 dist.init_process_group(
                     "gloo",
                     init_method=f"file://{folder / 'store'}",

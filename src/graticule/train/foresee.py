@@ -20,7 +20,7 @@ from graticule.assemble import Shapes, assemble, build_model, topology_of
 from graticule.config import Config, SwinConfig
 from graticule.memory.profile import Profile, profile_step
 from graticule.memory.repeat import traced_depth, with_blocks
-from graticule.mesh import SAMPLE, Mesh, Stripes
+from graticule.mesh import SAMPLE, Mesh, Stripes, forget_meshes
 from graticule.model.beast import Beast
 from graticule.model.layers import imitating
 from graticule.model.swin import Swin
@@ -38,11 +38,13 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    forget_meshes()
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
+        forget_meshes()
 
 
 def heaviest_rank(config: Config, shapes: Shapes, ranks: int) -> int:
