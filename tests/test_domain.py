@@ -1,5 +1,6 @@
 """BEAST's domain-tensor layout: channels and features that the ranks of a tensor group share."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graticule.assemble import Shapes, assemble, build_model
+from graticule.assemble import Shapes, assemble, build_model, layout
 from graticule.config import BeastConfig, Config, override
 from graticule.memory.apply import Memory
 from graticule.memory.plan import Plan, Segment
@@ -23,7 +24,7 @@ from graticule.parallel.exchange import Link
 from graticule.parallel.launch import laid_out, mesh_of, ranks_of
 from graticule.parallel.local import RankError
 from graticule.recipes import recipe
-from graticule.train.foresee import foresee, heaviest_rank
+from graticule.train.foresee import fake_ranks, foresee, heaviest_rank
 from graticule.train.members import ensemble_of
 from graticule.train.rehearsal import Rehearsal
 from graticule.train.step import training_step
@@ -314,22 +315,31 @@ def _peaks(config: Config, ranks: int, plans: list[Plan]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks"),
-    [("tensor=2", 2), pytest.param("window=2,tensor=2,stripe_dim=lon", 4, marks=pytest.mark.slow)],
+    ("layout", "ranks", "rank"),
+    [
+        ("tensor=2", 2, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("tensor=2", 2, 0),
+                ("window=2,tensor=2,stripe_dim=lon", 4, 0),
+                ("window=2,tensor=2,stripe_dim=lon", 4, 3),
+            ]
+        ),
+    ],
 )
 def test_a_rank_of_a_tensor_group_is_foreseen_within_one_percent(
-    pools: Pools, layout: str, ranks: int
+    pools: Pools, layout: str, ranks: int, rank: int
 ) -> None:
     settings = ["bayes.members=1", "bayes.likelihood=gaussian", "train.leads=1"]
     config = config_of(layout, settings)
     half = Plan(((Segment(0, 4, "recompute"), Segment(4, NUM_UNITS, "keep")),))
     plans = [whole_plan("recompute", 1, NUM_UNITS), half]
     peaks = pools[ranks].run(_peaks, config, ranks, plans)
-    for rank in {0, ranks - 1}:
-        profile = foresee(config, SHAPES, ranks=ranks, rank=rank, on="cpu")
-        assert len(profile.units) == NUM_UNITS
-        for plan, peak in zip(plans, peaks[rank], strict=True):
-            assert profile.timeline(plan).peak_bytes == pytest.approx(peak, rel=0.01), (rank, plan)
+    profile = foresee(config, SHAPES, ranks=ranks, rank=rank, on="cpu")
+    assert len(profile.units) == NUM_UNITS
+    for plan, peak in zip(plans, peaks[rank], strict=True):
+        assert profile.timeline(plan).peak_bytes == pytest.approx(peak, rel=0.01), plan
 
 
 def test_the_heaviest_rank_of_a_tensor_group_has_most_channels() -> None:
@@ -340,7 +350,25 @@ def test_the_heaviest_rank_of_a_tensor_group_has_most_channels() -> None:
     assert heaviest_rank(both, SHAPES, 4) % 2 == 1
 
 
-# What is refused
+# What is refused, and what is told
+
+
+@pytest.mark.parametrize("dim", ["lat", "lon"])
+def test_stripes_across_windows_that_span_the_globe_are_told(
+    dim: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(f"window=2,stripe_dim={dim}", ["model.window=7,6", "model.inner_window=4,3"])
+    layout._say_once.cache_clear()
+    with fake_ranks(0, 2), caplog.at_level(logging.WARNING, "graticule"):
+        for _ in range(2):
+            assemble(config, SHAPES, Mesh(mesh_of(config.mesh, 2)))
+    if dim == "lon":
+        assert caplog.messages == []
+        return
+    outer, inner = caplog.messages
+    assert "window of 7 x 6 tokens spans all of lat, which mesh.stripe_dim=lat cuts into" in outer
+    assert "In lon there are 2 windows side by side: mesh.stripe_dim=lon cuts few" in outer
+    assert "window of 4 x 3 tokens" in inner
 
 
 def _refused(settings: list[str], layout: str) -> None:

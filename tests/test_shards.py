@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 import pytest
 import zarr
@@ -109,6 +110,21 @@ def test_a_lost_chunk_is_told_where_it_is_read_and_no_matter_elsewhere(tmp_path:
         where = rf"thetao at .* was never written .*, from row 0, column {lost}\)"
         with pytest.raises(ValueError, match=where):
             again.read_stored(0, columns=columns)
+
+
+def test_a_chunk_that_begins_beyond_any_file_is_damage(tmp_path: Path) -> None:
+    store = written(tmp_path / "s", values_of(1, 3, 7, 6), inner=(3, 4))
+    file = store.shard_path(0)
+    raw = bytearray(file.read_bytes())
+    index = np.frombuffer(raw[-36:-4], "<u8").copy()  # of two chunks, each its start and size
+    index[2] = 2**63
+    told = index.tobytes()
+    raw[-36:] = told + google_crc32c.value(told).to_bytes(4, "little")
+    file.write_bytes(raw)
+    again = Store(store.path)
+    again.read_stored(0, rows=slice(0, 4))
+    with pytest.raises(ValueError, match=r"is damaged .*begin at byte 9223372036854775808, beyond"):
+        again.read_stored(0, rows=slice(4, 7))
 
 
 @pytest.mark.parametrize("room", [0, 2])

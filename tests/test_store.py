@@ -519,6 +519,23 @@ def test_finishing_early_names_the_first_time_that_is_not_written(tmp_path: Path
         Store(tmp_path / "s")
 
 
+def test_going_on_with_what_was_begun_as_another_store_tells_what_differs(tmp_path: Path) -> None:
+    values = values_of(2, 3, 7, 6)
+    writer_for(tmp_path / "s", values).write(0, values[0])
+    writer_for(tmp_path / "s", values, resume=True).write(1, values[1])
+    shown = r"begun with other {} \({} then, {} now\); delete it"
+    for change, told in (
+        ({"inner": (3, 3)}, shown.format("inner_chunk", r"\[2, 3, 6\]", r"\[3, 3, 6\]")),
+        ({"splits": {"train": ["2003-02"]}}, r'other splits \(\{\} then, \{"train": \['),
+        ({"packed": True}, r"other packing \(null then, \{\"scale\": "),
+    ):
+        with pytest.raises(ValueError, match=told):
+            writer_for(tmp_path / "s", values, resume=True, **change)  # type: ignore[arg-type]
+    # What no reader takes in at a glance is named alone.
+    with pytest.raises(ValueError, match="was begun with other channels, lat; delete it"):
+        writer_for(tmp_path / "s", values_of(2, 4, 6, 6), resume=True)
+
+
 def test_a_writer_killed_in_the_middle_leaves_a_store_that_is_refused(tmp_path: Path) -> None:
     code = f"""
         import os, signal, numpy as np

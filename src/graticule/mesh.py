@@ -292,7 +292,8 @@ class Planes:
         """
         if prognostic < ranks:
             raise ValueError(
-                f"{prognostic} prognostic channels cannot be shared by mesh.tensor={ranks} ranks,"
+                f"{prognostic} prognostic channel{'s' * (prognostic > 1)} cannot be shared by"
+                f" mesh.tensor={ranks} ranks,"
                 f" each of which has states of its own: take mesh.tensor={prognostic} at most, and"
                 " mesh.window for the others"
             )

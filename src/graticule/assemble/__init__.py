@@ -9,9 +9,9 @@ from graticule.assemble.build import (
     shapes_of_config,
 )
 from graticule.assemble.describe import describe
-from graticule.assemble.layout import Running, assemble, stripe_axes, topology_of
+from graticule.assemble.layout import Running, assemble, stripe_axes, topology_of, window_grids
 
 __all__ = [
     "PRECISIONS", "Precision", "Running", "Shapes", "assemble", "build_model", "describe",
-    "shapes_of", "shapes_of_config", "stripe_axes", "topology_of",
+    "shapes_of", "shapes_of_config", "stripe_axes", "topology_of", "window_grids",
 ]  # fmt: skip

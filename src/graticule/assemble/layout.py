@@ -25,6 +25,7 @@ from graticule.model.beast import Beast
 from graticule.model.norm_gelu import BatchNormGelu
 from graticule.model.swin import Swin
 from graticule.model.unet import UNet
+from graticule.model.windows import WindowGrid
 from graticule.parallel.data import SharedWeights, shard_weights
 from graticule.parallel.domain import split_domain
 from graticule.parallel.exchange import Link
@@ -108,6 +109,8 @@ def assemble(
         sequence = Link(mesh.group("sequence"), settings.exchange)
         route_windows(model, topology, stripes, link, sequence)
         links.append(sequence)
+        if mesh.rank == 0:
+            _say_what_cuts_windows(window_grids(model), config, size)
     if isinstance(model, Beast):
         links.append(split_domain(model, mesh, planes))
     elif isinstance(model, Swin):
@@ -149,6 +152,29 @@ def _require_scored(config: Config) -> None:
             " bayes.likelihood=none scores one forecast: choose bayes.likelihood=moments, gaussian"
             " or crps, or, for a model that is not an ensemble, model.nice_noise=0"
         )
+
+
+def window_grids(model: nn.Module) -> list[WindowGrid]:
+    """Of each stage that attends within windows."""
+    if isinstance(model, Swin):
+        return [model.windows]
+    return [stage.grid for stage in model.stages.values()] if isinstance(model, Beast) else []
+
+
+def _say_what_cuts_windows(grids: list[WindowGrid], config: Config, ranks: int) -> None:
+    """Stripes of one dim cut each window that spans it; those of the other might cut none."""
+    along = 0 if config.mesh.stripe_dim == "lat" else 1
+    for grid in grids:
+        there = [tokens // window for tokens, window in zip(grid.padded, grid.window, strict=True)]
+        if there[along] == 1 and there[1 - along] >= ranks:
+            dims = ("lat", "lon")
+            _say_once(
+                f"each attention window of {grid.window[0]} x {grid.window[1]} tokens spans all of"
+                f" {dims[along]}, which mesh.stripe_dim={dims[along]} cuts into {ranks} stripes:"
+                " every block sends most of its tokens away and back. In"
+                f" {dims[1 - along]} there are {there[1 - along]} windows side by side:"
+                f" mesh.stripe_dim={dims[1 - along]} cuts few of them"
+            )
 
 
 @cache

@@ -69,7 +69,9 @@ def run_info(options: argparse.Namespace) -> int:
         f"{info['recipe']}: {info['parameters']:,} parameters",
         *shape,
         f"forward {_flop(info['forward_flops'])} (2 per multiply-add): {parts}",
-        f"training step, {info['leads']} lead(s): {_flop(info['step_flops'])} a sample",
+        f"training step, {info['leads']} lead{'s' * (info['leads'] > 1)}:"
+        f" {_flop(info['step_flops'])} a sample (3 times the forward"
+        f"{'' if info['family'] == 'unet' else ', of attention 3.5 times'})",
     ]
     print_result(options, info, lambda: "\n".join(text))
     return 0

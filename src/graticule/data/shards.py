@@ -37,6 +37,7 @@ def one_by_one(jobs: Sequence[Job]) -> None:
 _lock = lock_across_forks()
 """Of all stores; held for a sum or for an entry."""
 _ABSENT = 2**64 - 1
+_LAST_BYTE = 2**63 - 1
 _CACHED_INDEX_BYTES = 2**26
 """Of a store's indices, kept to read each once: of 84 channels of 720 x 1440 points in chunks of
 1 x 32 x 32 one index has 1.4 MB, and there is one for each time."""
@@ -235,6 +236,8 @@ class Shards:
             own.chunk = np.empty(self.layout.chunk, self.layout.dtype)
         if not 4 < size <= 2 * own.chunk.nbytes + 1024:
             raise ValueError(f"a chunk of {size} bytes does not hold {own.chunk.nbytes}")
+        if start > _LAST_BYTE:  # the system cannot even be asked for it
+            raise ValueError(f"a chunk is said to begin at byte {start}, beyond any file")
         if own.raw.size < size:
             own.raw = np.empty(size, np.uint8)
         raw = own.raw[:size]

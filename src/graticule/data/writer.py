@@ -39,6 +39,9 @@ from graticule.data.times import UNITS, TimeAxis
 from graticule.grid import Grid
 from graticule.variables import Channels
 
+_READABLE = 200
+"""Characters of two values that an error shows."""
+
 
 class StoreWriter:
     """A store being written, one time step at a time, by any number of processes.
@@ -178,9 +181,12 @@ class StoreWriter:
         ours = json.loads(json.dumps(ours))
         different = [key for key in ours if key != "provenance" and ours[key] != theirs.get(key)]
         if different:
+            key = different[0]
+            both = f" ({json.dumps(theirs.get(key))} then, {json.dumps(ours[key])} now)"
+            shown = "" if key in self._small_digests or len(both) > _READABLE else both
             raise ValueError(
-                f"{self.path} was begun with other {', '.join(different)}; delete it to begin anew,"
-                " or name another"
+                f"{self.path} was begun with other {', '.join(different)}{shown}; delete it to"
+                " begin anew, or name another"
             )
 
     def write(self, time: int, fields: np.ndarray) -> None:

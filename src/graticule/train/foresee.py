@@ -6,6 +6,7 @@ that have shapes and no values; its step runs a few times under the memory trace
 decides (`layers.imitating`).
 """
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,18 +17,18 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graticule.assemble import Shapes, assemble, build_model, topology_of
+from graticule.assemble import Shapes, assemble, build_model, topology_of, window_grids
 from graticule.config import Config, SwinConfig
 from graticule.memory.profile import Profile, profile_step
 from graticule.memory.repeat import traced_depth, with_blocks
 from graticule.mesh import SAMPLE, Mesh, Stripes, forget_meshes
-from graticule.model.beast import Beast
 from graticule.model.layers import imitating
-from graticule.model.swin import Swin
-from graticule.model.windows import WindowGrid, window_kinds
+from graticule.model.windows import window_kinds
 from graticule.parallel.launch import mesh_of
 from graticule.parallel.layouts import Topology, WindowLayout
 from graticule.train.rehearsal import DataPath, Rehearsal, leads_together
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -74,11 +75,7 @@ def heaviest_stripe(config: Config, shapes: Shapes, topology: Topology) -> int:
         ranks=topology.ranks,
         index=0,
     )
-    grids: list[WindowGrid] = []
-    if isinstance(model, Swin):
-        grids = [model.windows]
-    elif isinstance(model, Beast):
-        grids = [stage.grid for stage in model.stages.values()]
+    grids = window_grids(model)
     layouts = [WindowLayout(grid, topology) for grid in grids]
     shifted = [WindowLayout(grid, topology, shifted=True) for grid in grids]
     field, last = stripes.at(model.scales[1]), topology.ranks - 1
@@ -120,6 +117,9 @@ def foresee(
         )
     if rank is None:
         rank = heaviest_rank(config, shapes, ranks)
+    _log.info(
+        "foreseeing what a step holds on rank %d of %d, on tensors without numbers", rank, ranks
+    )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def place(model: nn.Module) -> None:
