@@ -12,13 +12,15 @@ class Pools:
     """
 
     TESTS = 30
+    SECONDS = 300
+    """For what one test asks: many steps traced by four ranks take two minutes of two cores."""
 
     def __init__(self) -> None:
         self._pools: dict[int, LocalRanks] = {}
         self._used: Counter[int] = Counter()
 
     def __getitem__(self, size: int) -> LocalRanks:
-        pool = self._pools.setdefault(size, LocalRanks(size, timeout_seconds=120))
+        pool = self._pools.setdefault(size, LocalRanks(size, timeout_seconds=self.SECONDS))
         self._used[size] += 1
         if self._used[size] % self.TESTS == 0:
             pool.close()

@@ -5,7 +5,9 @@ import csv
 import importlib
 import json
 import os
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +21,7 @@ import pytest
 from children import in_a_child
 from graticule import cli
 from graticule.bench import BENCHES
-from graticule.cli import commands, main, output
+from graticule.cli import commands, main, output, parser
 from graticule.data.statistics import compute
 from graticule.data.store import Store
 from graticule.forecast.reader import open_forecast
@@ -136,7 +138,7 @@ def test_help_opens_with_examples_that_run(prog: str, capsys: pytest.CaptureFixt
         options = cli.build_parser().parse_args(words[1:])
         assert callable(options.run)
         if hasattr(options, "recipe"):
-            assert options.recipe in RECIPES
+            assert options.recipe in {None, *RECIPES}
         if options.command == "bench":
             assert options.name in BENCHES
         # Settings of the examples are keys that exist, with values that they hold.
@@ -144,7 +146,7 @@ def test_help_opens_with_examples_that_run(prog: str, capsys: pytest.CaptureFixt
             from graticule.config import override
             from graticule.recipes import recipe
 
-            override(recipe(getattr(options, "recipe", "demo")), options.set)
+            override(recipe(getattr(options, "recipe", None) or "demo"), options.set)
 
 
 def test_examples_of_info_run_as_they_stand(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +196,7 @@ def test_a_plan_needs_no_store_and_says_where_each_gib_goes(
 def test_a_plan_keeps_to_its_budget_in_every_mode(capsys: pytest.CaptureFixture[str]) -> None:
     least = planned(capsys, "--no-offload")["least_budget_gib"]
     budget = 1.3 * least * 2**30
-    found = planned(capsys, "--no-offload", "--budget", f"{budget:.0f}")
+    found = planned(capsys, "--no-offload", "--budget", f"{budget:.0f}B")
     assert found["peak_gib"] * 2**30 <= budget
     assert found["offload_gib"] == {"sampling": 0, "transformer": 0}
     paper = planned(capsys, "--no-offload", "--mode", "paper")
@@ -296,10 +298,10 @@ def test_a_budget_changes_no_number_of_a_training_and_its_plan_is_stored(
     capsys.readouterr()
     assert main(["plan", "demo", *settings, "--device", "cpu", "--json"]) == 0
     least = json.loads(capsys.readouterr().out)["least_budget_gib"]
-    budget = f"{1.02 * least * 2**30:.0f}"
+    budget = f"{1.02 * least * 2**30:.0f}B"
     assert main(["train", "demo", "--out", str(out), "--budget", budget, *settings]) == 0
     told = json.loads((out / "plan.json").read_text())
-    assert told["budget"] == int(budget) >= told["peak"]
+    assert told["budget"] == int(budget[:-1]) >= told["peak"]
     actions = {s[2] for lead in told["plan"]["leads"] for s in lead["segments"]}
     assert actions - {"keep"}
     free, planned = read_metrics(tmp_path / "free"), read_metrics(out)
@@ -316,6 +318,28 @@ def test_a_budget_changes_no_number_of_a_training_and_its_plan_is_stored(
     wide = json.loads((out / "plan.json").read_text())
     assert wide["budget"] == 2**30
     assert wide["peak"] > told["budget"]
+
+
+def test_what_a_training_moves_to_a_disk_changes_no_number(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = sets(f"data.store={store.path}", "train.leads=2", "memory.mode=paper")
+    (tmp_path / "away").mkdir()
+    away = sets(f"memory.folder={tmp_path / 'away'}")
+    least = []
+    for more in ([], away):
+        assert main(["plan", "demo", *settings, *more, "--device", "cpu", "--json"]) == 0
+        least.append(json.loads(capsys.readouterr().out)["least_budget_gib"])
+    assert least[1] < least[0], "in a CPU's own memory nothing is away"
+    budget = ["--budget", f"{least[1] * 2**30:.0f}B"]
+    assert main(["train", "demo", "--out", str(tmp_path / "a"), *settings, *away, *budget]) == 0
+    assert main(["train", "demo", "--out", str(tmp_path / "b"), *settings]) == 0
+    told = [json.loads((tmp_path / run / "plan.json").read_text()) for run in "ab"]
+    moved = [sum(each["offload"].values()) > 0 for each in told]
+    assert moved == [True, False]
+    moved, kept = (read_metrics(tmp_path / run) for run in "ab")
+    for key in ("loss", "lead_losses", "gradient_norm"):
+        assert [line[key] for line in moved] == [line[key] for line in kept]
 
 
 def test_a_training_that_cannot_keep_to_its_budget_never_starts(
@@ -452,7 +476,11 @@ def test_what_is_there_is_not_overwritten(
 @pytest.mark.parametrize(
     ("date", "message"),
     [
-        ("2003-04-01", "no time 2003-04-01 in the store, which runs from 2003-02-21"),
+        (
+            "2003-04-01",
+            "no time 2003-04-01 in the store, which runs from 2003-02-21 00:00:00 to"
+            " 2003-03-16 00:00:00; the nearest is 2003-03-16 00:00:00",
+        ),
         ("2003-02-29", "2003-02-29 is not in the standard calendar"),
         ("2003-03", "2003-03 stands for 16 times"),
         ("soon", "'soon' is no date: write 2003"),
@@ -466,6 +494,65 @@ def test_a_start_that_cannot_be_is_named(
     line = refused(["forecast", str(trained), "--start", date, "--out", str(out)], capsys)
     assert message in line
     assert not out.exists()
+
+
+def test_a_forecast_says_which_weights_it_has_and_scores_whose_store_they_are_of(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "f.zarr"
+    command = ["forecast", str(trained), "--start", "2003-02-25", "--out", str(out)]
+    assert main([*command, "--set", "forecast.weights=last"]) == 0
+    told = capsys.readouterr().err
+    assert "with the last weights of" in told
+    assert "step-00000002, step 2 of 2" in told
+    other = write_store(tmp_path / "other", land=True)
+    compute(other, np.arange(16)).save(other)
+    assert main(["evaluate", str(out)]) == 0
+    assert "another store" not in capsys.readouterr().err
+    assert main(["evaluate", str(out), "--store", str(other.path), "--force"]) == 0
+    assert f"{out} started from another store (fingerprint " in capsys.readouterr().err
+
+
+def test_a_run_s_folder_is_no_forecast(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(["evaluate", str(trained)], capsys)
+    assert f"is a run's folder: name the forecast in it, such as {trained}/forecast.zarr" in told
+
+
+def test_info_without_a_recipe_tells_all_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    told = capsys.readouterr().out
+    assert [line.split()[0] for line in told.splitlines() if line[0] != " "] == [*RECIPES]
+    assert max(map(len, told.splitlines())) <= 100
+    assert main(["info", "--json"]) == 0
+    assert all(json.loads(capsys.readouterr().out).values())
+
+
+def test_losses_of_other_numbers_of_leads_are_told_apart(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = sets(
+        f"data.store={store.path}", "train.leads=2", "train.leads_from=[[1,1],[9,2]]",
+        "train.validate_every=2",
+    )  # fmt: skip
+    assert main(["train", "demo", "--out", str(tmp_path / "run"), *settings]) == 0
+    told = capsys.readouterr().out
+    assert re.search(
+        r"loss 0\.\d+ over 1 lead, validation loss \d\.\d+ over 2 leads$", told.strip()
+    )
+
+
+def test_going_on_with_fewer_steps_than_there_are_changes_nothing(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    before = (run / "config.json").read_text()
+    command = ["train", "demo", "--out", str(run), "--resume", "--set", "train.steps=1"]
+    assert main(command) == 0
+    told = capsys.readouterr().err
+    assert f"train.steps=1, and {run} has 2 already: nothing is trained, and its" in told
+    assert "cosine" not in told
+    assert (run / "config.json").read_text() == before
 
 
 def test_a_folder_that_may_not_be_written_to_is_named(
@@ -543,7 +630,7 @@ def test_a_forecast_says_its_simulated_years_per_day(
     assert main(["forecast", str(trained), "--out", out, *starts]) == 0
     said = capsys.readouterr().out
     first, rate, forecasts, parts = said.splitlines()[-4:]
-    assert first == f"{out}: 2 starts x 2 leads"
+    assert first == f"{out}: 2 starts x 2 model steps"
     assert " simulated years per day: " in rate
     assert " forecast/s (a forecast is an initial time that goes on by a model step)" in forecasts
     assert "compute " in parts
@@ -656,7 +743,7 @@ def test_sigterm_elsewhere_is_130_too_and_the_handler_is_put_back(
         os.kill(os.getpid(), signal.SIGTERM)
         return 0
 
-    monkeypatch.setattr(commands, "run_info", struck)
+    monkeypatch.setattr(parser, "run_info", struck)
     assert main(["info", "demo"]) == 130
     assert capsys.readouterr().err == "graticule: SIGTERM: stopped\n"
     assert signal.getsignal(signal.SIGTERM) is before
@@ -664,7 +751,7 @@ def test_sigterm_elsewhere_is_130_too_and_the_handler_is_put_back(
     def interrupted(options: argparse.Namespace) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "run_info", interrupted)
+    monkeypatch.setattr(parser, "run_info", interrupted)
     assert main(["info", "demo"]) == 130
     assert capsys.readouterr().err == "graticule: interrupted\n"
 

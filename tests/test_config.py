@@ -296,16 +296,18 @@ def test_a_split_to_be_found_is_one_among_ragged_windows() -> None:
     ("text", "size"),
     [
         ("40GiB", 40 * 2**30), ("1.5 GiB", 3 * 2**29), ("800MiB", 800 * 2**20),
-        ("85GB", 85 * 10**9), ("512KiB", 2**19), ("4096", 4096), ("", None),
+        ("85GB", 85 * 10**9), ("512KiB", 2**19), ("4096B", 4096), ("", None),
     ],
 )  # fmt: skip
 def test_a_memory_budget_is_a_size_with_its_unit(text: str, size: int | None) -> None:
     assert after(f"memory.budget={text}").memory.budget_bytes == size
 
 
-@pytest.mark.parametrize("text", ["40 gigs", "-1GiB", "0", "GiB", "4e9"])
+@pytest.mark.parametrize("text", ["40 gigs", "-1GiB", "0B", "GiB", "4e9", "40"])
 def test_a_budget_that_is_no_size_is_refused(text: str) -> None:
-    message = f"memory.budget={text}: write a size above 0, such as 40GiB, 800MiB or 85GB"
+    message = (
+        f"memory.budget={text}: write a size above 0 with its unit, such as 40GiB, 800MiB or 85GB"
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         after(f"memory.budget={text}")
 

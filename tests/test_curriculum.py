@@ -154,7 +154,11 @@ def test_the_curriculum_is_told_and_validation_has_the_most_leads(
     with caplog.at_level("INFO"):
         run = train(config, tmp_path / "run").parents[1]
     told = said(caplog)
-    assert "2 leads; 1 lead from step 1; 2 leads from step 9; the run ends at step 2" in told
+    assert (
+        "full over 2 leads at most: 1 lead from step 1, 2 leads from step 9; the run ends at step"
+        in told
+    )
+    assert "at step 2, with 1 lead" in told
     task = Task.of(config_of(store, leads=2), torch.device("cpu"))
     for line in read_metrics(run):
         assert "lead_losses" not in line

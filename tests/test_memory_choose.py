@@ -82,6 +82,20 @@ def test_best_is_never_worse_than_the_paper(offload: bool) -> None:
         assert chooser("best", offload).at(budget).price.seconds <= paper
 
 
+@pytest.mark.parametrize("slowness", [1, 30, 1000])
+@pytest.mark.parametrize("leads", [1, 3])
+def test_plans_that_may_offload_are_never_worse_than_those_that_may_not(
+    leads: int, slowness: int
+) -> None:
+    rates = Slow(1e9, to_host=2e9 / slowness, to_device=2e9 / slowness)
+    at_home, away = (Chooser(profile(leads), rates, offload=may) for may in (False, True))
+    least = at_home.least.peak
+    assert away.least.peak <= least
+    for step in range(41):
+        budget = least + step * least // 80
+        assert away.at(budget).price.seconds <= at_home.at(budget).price.seconds, budget
+
+
 def test_nothing_is_recomputed_without_a_limit_or_with_a_wide_one() -> None:
     kept = chooser("none").at(None)
     for chosen in (chooser().at(None), chooser().at(2 * kept.peak)):

@@ -204,7 +204,7 @@ def test_commands_of_two_processes_speak_and_write_once(
 ) -> None:
     first, second = two.run(_commands, trained, tmp_path / "f.zarr")
     assert [code for code, _ in first] == [code for code, _ in second] == [0, 0, 2]
-    assert "1 starts x 2 leads" in first[0][1]
+    assert "1 start x 2 model steps" in first[0][1]
     assert "2 forecast fields" in first[1][1]
     assert [text for _, text in second] == ["", "", ""]
     names = sorted(path.name for path in tmp_path.iterdir())

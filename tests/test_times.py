@@ -6,7 +6,7 @@ import cftime
 import numpy as np
 import pytest
 
-from graticule.data.times import CALENDARS, TimeAxis, date_of, seconds_of
+from graticule.data.times import CALENDARS, TimeAxis, date_of, lead_in_words, seconds_of
 
 HOUR, DAY = 3600, 86400
 
@@ -237,6 +237,23 @@ def test_a_time_that_is_not_there_is_an_error_with_the_ends_of_the_store() -> No
         with pytest.raises(ValueError, match=f"no time {text} in the store, which runs from"
                                              " 2003-02-20 00:00:00 to 2003-03-11"):  # fmt: skip
             axis.find(text)
+    for text, near in (
+        ("2003-02-28", "are 2003-02-27 00:00:00 and 2003-03-01 00:00:00"),
+        ("2002", "is 2003-02-20 00:00:00"),
+        ("2003-02-21T06:00", "are 2003-02-21 00:00:00 and 2003-02-22 00:00:00"),
+        ("2004", "is 2003-03-11 00:00:00"),
+    ):
+        with pytest.raises(ValueError, match=f"the nearest {near}$"):
+            axis.find(text)
+
+
+@pytest.mark.parametrize(
+    ("hours", "told"),
+    [(6, "6 h"), (23.5, "23.5 h"), (24, "1 d"), (60, "2.5 d"), (720, "30 d"), (0, "0 h"),
+     (730.485, "1 month"), (3 * 730.485, "3 months"), (1.5 * 730.485, "45.66 d")],
+)  # fmt: skip
+def test_a_lead_is_told_in_hours_days_or_mean_months(hours: float, told: str) -> None:
+    assert lead_in_words(hours) == told
 
 
 @pytest.mark.parametrize("text", ["", "yesterday", "20030228", "2003-", "2003-02-28T", "28.2.2003",

@@ -183,13 +183,13 @@ def test_the_best_checkpoint_is_named_and_said_to_be_gone(
 ) -> None:
     assert main(["validate", str(run), "--leads", "3", "--starts", "3", "--device", "cpu"]) == 0
     told = capsys.readouterr().out
-    assert "best at 3 leads (72 h): step-0000000" in told
+    assert "best at 3 model steps (3 d): step-0000000" in told
     assert "of persistence's RMSE" in told
     named = told.split(": ")[1].split(",")[0]
     shutil.rmtree(run / "checkpoints" / named)
     assert main(["validate", str(run), "--leads", "3", "--starts", "3", "--device", "cpu"]) == 0
     told = capsys.readouterr().out
-    assert f"{named}, loss" in told
+    assert f"{named}, mean loss of a step" in told
     assert "(removed: train.keep_checkpoints)" in told
 
 

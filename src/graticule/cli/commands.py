@@ -7,73 +7,23 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from graticule.cli.output import Bar, by, names_of, print_result, say
+from graticule.cli.output import Bar, names_of, print_result, say
 
 
 def run_demo(options: argparse.Namespace) -> int:
     from graticule.demo import run_demo
 
-    summary = run_demo(
-        Path(options.out), Path(options.data), settings=options.set, bar=Bar, say=say
-    )
+    try:
+        summary = run_demo(
+            Path(options.out), Path(options.data), settings=options.set, bar=Bar, say=say
+        )
+    except KeyboardInterrupt as stop:
+        told, *_ = str(stop).partition("; --resume")
+        raise KeyboardInterrupt(
+            f"{told or 'stopped'}; the same command goes on from there"
+        ) from stop
     text = summary.pop("text")
     print_result(options, summary, lambda: text)
-    return 0
-
-
-def run_info(options: argparse.Namespace) -> int:
-    from graticule.assemble import describe, shapes_of_config
-
-    config = _config(options)
-    info = describe(config, shapes_of_config(config))
-    channels = f"{info['in_channels']} channels in, {info['out_channels']} out"
-    if info["family"] == "swin":
-        shape = [
-            f"grid {by(info['grid'])}, padded {by(info['padded_shape'])}, {info['tokens']:,} tokens"
-            f" in {info['windows']:,} windows, {channels}"
-        ]
-    elif info["family"] == "beast":
-        shape = [f"grid {by(info['grid'])}, {channels}, {config.model.words}"]
-        for stage in info["stages"]:
-            shape.append(
-                f"  {stage['name']:8} {by(stage['grid']):>12} tokens of {stage['features']:5}"
-                f" features, {stage['blocks']} blocks, {stage['windows']} windows of"
-                f" {by(stage['window'])}   {stage['parameters']:>13,}"
-            )
-        of = info["parameters_of"]
-        shape.append(
-            f"  of the parameters {of['means']:,} are means, {of['deviations']:,} deviations,"
-            f" {of['others']:,} plain numbers"
-        )
-    else:
-        shape = [f"grid {by(info['grid'])}, {channels}, {config.model.words}"]
-        for stage in info["stages"]:
-            features = " -> ".join(map(str, stage["features"]))
-            shape.append(
-                f"  {stage['name']:8} {by(stage['grid']):>12}   {features:>18}   dilation"
-                f" {stage['dilation']:2}   {stage['parameters']:>12,}"
-            )
-        shape += [info["seam"]] if info["seam"] else []
-    parts = "convolutions"
-    if info["family"] != "unet":
-        parts = (
-            f"linears and convolutions {_flop(info['forward_flops_dense'])}, attention"
-            f" {_flop(info['forward_flops_attention'])}"
-        )
-    if info["family"] == "beast":
-        parts += (
-            f"; of the linears embedding and recovery {_flop(info['forward_flops_embedding'])};"
-            f" not counted: the norms' noise {_flop(info['forward_flops_noise'])}"
-        )
-    text = [
-        f"{info['recipe']}: {info['parameters']:,} parameters",
-        *shape,
-        f"forward {_flop(info['forward_flops'])} (2 per multiply-add): {parts}",
-        f"training step, {info['leads']} lead{'s' * (info['leads'] > 1)}:"
-        f" {_flop(info['step_flops'])} a sample (3 times the forward"
-        f"{'' if info['family'] == 'unet' else ', of attention 3.5 times'})",
-    ]
-    print_result(options, info, lambda: "\n".join(text))
     return 0
 
 
@@ -117,20 +67,23 @@ def run_train(options: argparse.Namespace) -> int:
                 raise
         if first:
             record_stage(out, "train", time.perf_counter() - began)
-            _print_run(options, out, last)
+            _print_run(options, out, last, config.train.leads)
     return 0
 
 
-def _print_run(options: argparse.Namespace, out: Path, last: Path) -> None:
+def _print_run(options: argparse.Namespace, out: Path, last: Path, leads: int) -> None:
+    """leads: of a validation loss."""
     from graticule.train.profile import describe, read_profile
     from graticule.train.progress import read_metrics
 
     # A finished run that is resumed has nothing to add; its lines may even be gone.
     line = (read_metrics(out) or [{}])[-1]
     values = {"run": str(out), "checkpoint": str(last), **line}
+    of = {"loss": len(line.get("lead_losses", [0])), "validation_loss": leads}
     told = ", ".join(
         f"{name.replace('_', ' ')} {line[name]:.5f}"
-        for name in ("loss", "validation_loss")
+        + f" over {number} lead{'s' * (number > 1)}" * (len({*of.values()}) > 1)
+        for name, number in of.items()
         if name in line
     )
     text = f"{last}: {told or 'done'}"
@@ -174,12 +127,15 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _validated(line: dict[str, Any]) -> str:
-    told = f"{line['leads']} leads ({line['lead_hours']:g} h): {line['checkpoint']}"
+    from graticule.data.times import lead_in_words
+
+    steps = f"{line['leads']} model step{'s' * (line['leads'] > 1)}"
+    told = f"{steps} ({lead_in_words(line['lead_hours'])}): {line['checkpoint']}"
     if line["loss"] is None:
         return f"{told}, the rollout is not finite"
     ratio = line["mean_ratio"]
     ratio = "" if ratio is None else f", {ratio:.3f} of persistence's RMSE"
-    return f"{told}, loss {line['loss']:.5f}{ratio}"
+    return f"{told}, mean loss of a step {line['loss']:.5f}{ratio}"
 
 
 def _leads(text: str | None) -> list[int]:
@@ -216,13 +172,15 @@ def _forecast(options: argparse.Namespace) -> int:
         return 0
     record_stage(Path(result["forecast"]).parent, "forecast", result["seconds"])
     members = "" if result["members"] is None else f"{result['members']} members x "
+    times = result["times_of_a_step"]
     print_result(
         options,
         result,
         lambda: (
-            f"{result['forecast']}: {members}{result['num_starts']} starts x {result['leads']}"
-            " leads\n"
-            f"{told(result)}"
+            f"{result['forecast']}: {members}{result['num_starts']}"
+            f" start{'s' * (result['num_starts'] > 1)} x {result['leads']} model"
+            f" step{'s' * (result['leads'] > 1)}"
+            f"{f' of {times} times each' * (times > 1)}\n{told(result)}"
         ),
     )
     return 0
@@ -390,10 +348,6 @@ def _config(options: argparse.Namespace) -> Any:
 
 def _bytes(number: int) -> str:
     return f"{number / 2**20:.2f} MiB" if number >= 2**17 else f"{number / 2**10:.1f} KiB"
-
-
-def _flop(number: float) -> str:
-    return f"{number / 1e12:,.2f} TFLOP" if number >= 1e11 else f"{number / 1e9:,.3f} GFLOP"
 
 
 def _resumed(out: Path, asked: Any, settings: list[str]) -> Any:

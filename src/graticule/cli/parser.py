@@ -7,6 +7,7 @@ from typing import Any
 import graticule
 from graticule.cli import commands
 from graticule.cli import data as fields
+from graticule.cli.info import run_info
 from graticule.cli.plan import run_plan
 
 Command = Callable[[argparse.Namespace], Any]
@@ -183,19 +184,21 @@ def build_parser() -> Parser:
                        help="default: the store's train split")  # fmt: skip
 
     info = add(
-        top, "info", commands.run_info,
-        "Parameters, tokens, padded shape and FLOPs; allocates nothing.",
-        ("graticule info demo",
+        top, "info", run_info,
+        "Parameters, tokens, padded shape and FLOPs; allocates nothing. Without a recipe: all"
+        " recipes.",
+        ("graticule info", "graticule info demo",
          "graticule info wenhai-medium --json",
          "graticule info wenhai-small-globe --set model.window=8,12"), sets=True,
     )  # fmt: skip
-    info.add_argument("recipe", metavar="RECIPE")
+    info.add_argument("recipe", metavar="RECIPE", nargs="?",
+                      help="a name, or a run's config.json; none: all there are")  # fmt: skip
 
     plan = add(
         top, "plan", run_plan,
         "What a training step will hold and the plan that keeps it within a budget; needs no"
         " accelerator and no other process.",
-        ("graticule plan demo-finetune --device cpu --budget 16MiB",
+        ("graticule plan demo-finetune --device cpu --budget 30MiB",
          "graticule plan wenhai-small --set mesh.window=2 --set train.leads=10 --device h100-80"
          " --out plans/small",
          "graticule plan samudra-quarter-degree --device a100-80 --devices 1,2,4,8",
@@ -266,7 +269,8 @@ def build_parser() -> Parser:
     )
     validate.add_argument("run_folder", metavar="RUN", help="a run's folder")
     validate.add_argument("--leads", metavar="N,N,...",
-                          help="horizons (default: train.leads and forecast.leads)")  # fmt: skip
+                          help="horizons, in model steps (default: train.leads and"
+                          " forecast.leads)")  # fmt: skip
     validate.add_argument("--starts", type=int, default=16, metavar="N",
                           help="initial times at most, evenly spaced (default 16)")  # fmt: skip
     validate.add_argument("--follow", action="store_true",
@@ -339,7 +343,7 @@ def build_parser() -> Parser:
          'graticule verify demo --layouts "window=4" "window=2,sequence=2,weights=sharded"'),
         sets=True,
     )  # fmt: skip
-    verify.add_argument("recipe", metavar="RECIPE")
+    verify.add_argument("recipe", metavar="RECIPE", help="a name, or a run's config.json")
     verify.add_argument("--layouts", nargs="+", default=[], metavar="KEY=VALUE,...",
                         help="keys of the mesh section; default: of all kinds")  # fmt: skip
     verify.add_argument("--full", action="store_true",

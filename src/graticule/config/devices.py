@@ -81,7 +81,8 @@ class MemoryConfig:
     the model recomputed by itself; `simple` so too, but products of matrices, convolutions and
     attention are kept (both modes as for Samudra); `none` everything kept."""
     offload: bool = True
-    """Whether boundaries of recomputed units may wait on the host."""
+    """Whether boundaries of recomputed units may wait on the host. On a CPU, whose memory that is,
+    with `folder` alone."""
     folder: str = ""
     """On a local disk, where they wait then; empty: in host memory."""
 

@@ -18,6 +18,20 @@ _CLOCK = r"(\d{1,2})(?::(\d{1,2})(?::(\d{1,2})(?:\.0*)?)?)?Z?"
 _DATE = re.compile(rf"(-?\d{{1,6}})(?:-(\d{{1,2}})(?:-(\d{{1,2}})(?:[T ]{_CLOCK})?)?)?")
 
 
+def whole_months(hours: Sequence[float]) -> bool:
+    """Whether these are all mean months, one or more."""
+    months = np.asarray(hours, dtype=np.float64) / (MEAN_MONTH_SECONDS / 3600)
+    return bool((np.abs(months - months.round()) < 1e-3).all())
+
+
+def lead_in_words(hours: float) -> str:
+    """`6 h`, `2.5 d` or `1 month`."""
+    if hours > 0 and whole_months([hours]):
+        months = round(hours * 3600 / MEAN_MONTH_SECONDS)
+        return f"{months} month{'s' * (months > 1)}"
+    return f"{hours / 24:.4g} d" if hours >= 24 else f"{hours:.4g} h"
+
+
 @dataclass(frozen=True, eq=False)
 class TimeAxis:
     """Strictly increasing times, int64 seconds since 1970 in `calendar` (year 0 exists).
@@ -146,9 +160,12 @@ class TimeAxis:
         first, last = _bounds(text, self.calendar)
         inside = np.flatnonzero((self.seconds >= first) & (self.seconds <= last))
         if inside.size == 0:
+            after = int(np.searchsorted(self.seconds, first))
+            near = [self.date(i) for i in (after - 1, after) if 0 <= i < len(self)]
             raise ValueError(
                 f"no time {text} in the store, which runs from {self.date(0)} to"
-                f" {self.date(len(self) - 1)}"
+                f" {self.date(len(self) - 1)}; the nearest {'are' if len(near) > 1 else 'is'}"
+                f" {' and '.join(map(str, near))}"
             )
         exact = np.flatnonzero(self.seconds == first)
         names_hour = len(text.strip().replace("T", " ").split()) == 2
@@ -176,7 +193,8 @@ class TimeAxis:
             if not found.any():
                 raise ValueError(
                     f"range {text} holds no time of the store, which runs from {self.date(0)} to"
-                    f" {self.date(len(self) - 1)}"
+                    f" {self.date(len(self) - 1)}. Name another, or another store, if this is not"
+                    " the one that the range was meant for"
                 )
             inside |= found
         return inside

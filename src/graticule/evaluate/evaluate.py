@@ -141,6 +141,12 @@ def evaluate(
         if ocean is not None:
             ocean.see(usual.low, usual.high)
     sums, spectra = _added(sums, spectra, together)
+    began = forecast.attributes.get("store_fingerprint", store.fingerprint)
+    if began != store.fingerprint and together.rank == 0:
+        log.warning(
+            "%s started from another store (fingerprint %s) than %s (%s): its scores say something"
+            " if both hold the same planet", forecast_path, began, store.path, store.fingerprint,
+        )  # fmt: skip
     provenance = {
         "forecast": {key: value for key, value in forecast.attributes.items()
                      if key not in ("channels", "complete")},

@@ -16,6 +16,7 @@ import numpy as np
 from graticule import __version__
 from graticule.config import fingerprint
 from graticule.data.store import write_json
+from graticule.data.times import lead_in_words
 from graticule.evaluate.ensemble_file import save_ensemble
 from graticule.evaluate.ensemble_scores import EnsembleScores
 from graticule.evaluate.ocean import OceanScores
@@ -44,7 +45,7 @@ class Scores:
 
     RMSE is the root of the pooled mean square and ACC the ratio of pooled sums; neither is a mean
     of daily scores. ACC is uncentred: no area mean is taken off the anomalies (f - c), (o - c).
-    Only leads with at least one truth are scored: `leads` are their labels, k for k model steps,
+    Only leads with at least one truth are scored: `leads` are their labels, k for its k-th time,
     and the first dim of every array.
 
     Activity is, as at ECMWF, the standard deviation over the area of the anomaly (f - c): each
@@ -99,7 +100,7 @@ class Scores:
 
     @cached_property
     def leads(self) -> list[int]:
-        """Labels of the scored leads: 1 is one model step."""
+        """Labels of the scored leads: 1 is the first time that the forecast has."""
         return [int(row) + 1 for row in self._rows]
 
     def _mean(self, source: str, quantity: str) -> np.ndarray:
@@ -259,7 +260,7 @@ class Scores:
         region = ", ".join(f"{edge:g}" for edge in self.region) if self.region else "everywhere"
         notes = [
             "Ratios (below 1: better), bias, ACC and activity / truth's at"
-            f" {_duration(self._hours(shown[-1]))}."
+            f" {lead_in_words(self._hours(shown[-1]))}."
             f" {int(self.sums.samples.sum())} forecast fields,",
             f"climatology by {self.climatology}, region {region}.",
         ]
@@ -273,7 +274,7 @@ class Scores:
     def _table_rows(self, leads: Sequence[int]) -> list[str]:
         at = [self.leads.index(lead) for lead in leads]
         last = at[-1]
-        head = ["RMSE", "units", *(_duration(self._hours(lead)) for lead in leads),
+        head = ["RMSE", "units", *(lead_in_words(self._hours(lead)) for lead in leads),
                 "/persistence", "/climatology", "bias", "ACC", "activity"]  # fmt: skip
         rmse, bias, acc, activity = self.rmse(), self.bias(), self.acc(), self.activity_ratio()
         ratios = [self.skill("persistence"), self.skill("climatology")]
@@ -303,7 +304,7 @@ class Scores:
 
     def _smoothness(self, lead: int) -> list[str]:
         """Whether the forecast is as active and as fine as the truth at a lead, in words."""
-        when, last = _duration(self._hours(lead)), self.leads.index(lead)
+        when, last = lead_in_words(self._hours(lead)), self.leads.index(lead)
         text = self._verdict(
             f"Activity at {when}", self.activity_ratio()[last], "damped", "too active", "as active"
         )
@@ -413,7 +414,3 @@ def _short(value: float, spec: str) -> str:
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
     return ", ".join(names[:2]) + more
-
-
-def _duration(hours: float) -> str:
-    return f"{hours / 24:.4g} d" if hours >= 24 else f"{hours:.4g} h"

@@ -142,6 +142,10 @@ def open_forecast(path: str | Path) -> Forecast:
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path}: no forecast there; make one with `graticule forecast`")
+    if (path / "config.json").is_file() or (path / "report.html").is_file():
+        raise ValueError(
+            f"{path} is a run's folder: name the forecast in it, such as {path / 'forecast.zarr'}"
+        )
     incomplete = (
         f"{path} is incomplete: the command that wrote it did not finish. Only forecasts with all"
         " leads are read: run that command again with --resume (a netCDF file has to be deleted and"

@@ -4,8 +4,10 @@ The searches (`search`, `published`) know a segment by a few numbers, and their 
 percent off those of the composed timeline (`profile`), which are those of a real step. So they are
 asked with limits instead of the budget: the powers of 2^(1/64) from `_ABOVE` above it downwards,
 until a plan's composed peak meets the budget. Of plans for the same limit the search's is never
-dearer than the paper's; mode `best` takes the cheapest of all that fit on the way down. The limits
-are the same for all budgets, so that a larger budget never has a dearer plan.
+dearer than the paper's; composed peaks may turn that round, and so mode `best` takes the cheapest
+of what each kind of plan has to offer: its own, the paper's, and what it finds where nothing may go
+to the host. The limits are the same for all budgets, so that a larger budget never has a dearer
+plan.
 """
 
 import math
@@ -130,7 +132,7 @@ class Chooser:
         self.profile, self.rates, self.mode, self.offload = profile, rates, mode, offload
         self.costs = ProfileCosts(profile)
         self._rated: dict[Plan, Rated] = {}
-        self._tried: dict[tuple[Mode, int], Rated | None] = {}
+        self._tried: dict[int, Rated | None] = {}
         only: dict[Mode, Callable[[Costs], Plan]] = {
             "full": plain_plan,
             "simple": partial(plain_plan, action="simple"),
@@ -160,9 +162,21 @@ class Chooser:
         found = [self._rate(plan) for plan in self._thrifty()]
         if self.mode == "best":
             lowest = _index(self._search.least[0])
-            tried = (self._best(lowest + above) for above in range(_LOWEST))
+            tried = (self._try(lowest + above) for above in range(_LOWEST))
             found += [rated for rated in tried if rated]
+        found += [other.least for other in self._within_ours]
         return min(found, key=lambda rated: (rated.peak, rated.price.seconds))
+
+    @cached_property
+    def _within_ours(self) -> "list[Chooser]":
+        """Of kinds of plans that `best` has among its own. By costs the cheapest of a limit may be
+        of another kind, and its composed peak too high where theirs is not."""
+        if self.mode != "best":
+            return []
+        modes: list[tuple[Mode, bool]] = [("best", False)] if self.offload else []
+        if has_blocks(self.profile.units):
+            modes.append(("paper", self.offload))
+        return [Chooser(self.profile, self.rates, mode=m, offload=away) for m, away in modes]
 
     @cached_property
     def _search(self) -> Search:
@@ -174,14 +188,12 @@ class Chooser:
 
     def _thrifty(self) -> list[Plan]:
         """Plans with the least peaks by costs."""
-        plans = []
         if self.mode == "best":
-            plans = [self._search.least[1], self._search.in_graph().least[1]]
-        if has_blocks(self.profile.units):
-            plans.append(checkpoint_plan(self.costs))
-            for template in templates(self.profile.units) if self.offload else ():
-                peaks = ladder(self.costs, template)
-                plans.append(offloading(self.costs, template, peaks.index(min(peaks))))
+            return [self._search.least[1], self._search.in_graph().least[1]]
+        plans = [checkpoint_plan(self.costs)]
+        for template in templates(self.profile.units) if self.offload else ():
+            peaks = ladder(self.costs, template)
+            plans.append(offloading(self.costs, template, peaks.index(min(peaks))))
         return plans
 
     def _unlimited(self) -> Rated:
@@ -199,39 +211,29 @@ class Chooser:
             return self.least
         if self.mode == "best" and (free := self._unlimited()).peak <= budget:
             return free
-        fitting, index = [self.least], _index(int(budget * _ABOVE))
-        while True:
-            paper = self._paper(index)
-            found = self._best(index) if self.mode == "best" else paper
-            if found is None:
-                break  # nothing meets this limit by costs
-            if paper and paper.peak <= budget:
-                fitting.append(paper)
-            if found.peak <= budget:
-                fitting.append(found)
-                break
+        index = _index(int(budget * _ABOVE))
+        while (found := self._try(index)) and found.peak > budget:
             index -= 1
         if self.mode == "paper":
-            return fitting[-1]
-        return min(fitting, key=lambda found: found.price.seconds)
+            return found or self.least
+        fitting = [found, self.least, *(other._within(budget) for other in self._within_ours)]
+        return min((one for one in fitting if one), key=lambda one: one.price.seconds)
 
-    def _best(self, index: int) -> Rated | None:
-        return self._try("best", index, self._search.best)
-
-    def _paper(self, index: int) -> Rated | None:
-        def plan(limit: int) -> Plan:
-            return paper_plan(self.costs, limit, offload=self.offload)
-
-        return self._try("paper", index, plan) if has_blocks(self.profile.units) else None
-
-    def _try(self, mode: Mode, index: int, plan: Callable[[int], Plan]) -> Rated | None:
-        if (mode, index) not in self._tried:
+    def _try(self, index: int) -> Rated | None:
+        """The plan for a limit; None: nothing meets it by costs."""
+        if index not in self._tried:
+            limit = _limit(index)
             try:
-                found = self._rate(plan(_limit(index)))
-            except ValueError:  # nothing meets this limit by costs
-                found = None
-            self._tried[mode, index] = found
-        return self._tried[mode, index]
+                plan = (
+                    self._search.best(limit)
+                    if self.mode == "best"
+                    else paper_plan(self.costs, limit, offload=self.offload)
+                )
+            except ValueError:
+                self._tried[index] = None
+            else:
+                self._tried[index] = self._rate(plan)
+        return self._tried[index]
 
     def _rate(self, plan: Plan) -> Rated:
         if plan not in self._rated:
@@ -259,7 +261,8 @@ class Chooser:
         if self.profile.leads > 1:
             helps.append(f"fewer leads than {self.profile.leads} (train.leads)")
         if not self.offload and not self._only:
-            helps.append("offloading boundaries to the host (memory.offload=true)")
+            helps.append("offloading boundaries to the host (memory.offload=true; on a CPU to a"
+                         " disk, memory.folder)")  # fmt: skip
         if self.mode != "best":
             helps.append("memory.mode=best, which knows more plans")
         price = least.price

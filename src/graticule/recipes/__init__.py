@@ -61,6 +61,12 @@ RECIPES: dict[str, Callable[[], Config]] = {
 }
 
 
+def descriptions() -> dict[str, str]:
+    """What each recipe is, in a sentence or two."""
+    first = {name: (recipe.__doc__ or "").partition("\n\n")[0] for name, recipe in RECIPES.items()}
+    return {name: " ".join(text.split()) for name, text in first.items()}
+
+
 def recipe(name: str) -> Config:
     """The configuration called `name`, or that of a JSON file (a run's `config.json`)."""
     if name in RECIPES:

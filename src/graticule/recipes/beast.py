@@ -52,7 +52,8 @@ def _beast(name: str, *, members: int, model: BeastConfig) -> Config:
 
 
 def beast_2_4b() -> Config:
-    """2.37 B parameters, outer windows of 64,800 tokens that span all latitudes."""
+    """BEAST at 1/4 degree: 2.37 B parameters, outer windows of 64,800 tokens that span all
+    latitudes."""
     model = BeastConfig(
         width=3072, depth=2, inner_depth=2, heads=24, inner_heads=48, window=(360, 180),
         inner_window=(180, 30),
@@ -61,7 +62,7 @@ def beast_2_4b() -> Config:
 
 
 def beast_1_1b() -> Config:
-    """1.06 B parameters, the same windows."""
+    """BEAST with 1.06 B parameters, the same windows."""
     wide = beast_2_4b()
     assert isinstance(wide.model, BeastConfig)
     model = replace(wide.model, width=2048, heads=16, inner_heads=32)
@@ -69,8 +70,8 @@ def beast_1_1b() -> Config:
 
 
 def beast_0_7b() -> Config:
-    """0.64 B parameters, deeper, windows of 1,800 and 600 tokens: the one trained to the end, by
-    96 members."""
+    """BEAST with 0.64 B parameters, deeper, windows of 1,800 and 600 tokens: the one trained to the
+    end, by 96 members."""
     return _beast("beast-0.7b", members=96, model=BeastConfig())
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graticule.data.times import MEAN_MONTH_SECONDS
+from graticule.data.times import MEAN_MONTH_SECONDS, whole_months
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -127,8 +127,7 @@ def lead_unit(hours: Sequence[float]) -> tuple[str, float]:
     Days where all are whole days, or beyond five days; months where all are mean months.
     """
     leads = np.asarray(hours, dtype=np.float64)
-    months = leads / (MEAN_MONTH_SECONDS / 3600)
-    if np.abs(months - months.round()).max() < 1e-3:
+    if whole_months(hours):
         return "month", MEAN_MONTH_SECONDS / 3600
     days = leads.max() > 120 or (leads.max() >= 48 and not (leads % 24).any())
     return ("day", 24.0) if days else ("hour", 1.0)

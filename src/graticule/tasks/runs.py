@@ -166,6 +166,10 @@ def forecast_from_run(
         found, running.model, source.channel_names,
         prefer_average=config.forecast.weights == "average",
     )  # fmt: skip
+    kind = "averaged" if loaded.averaged else "last"
+    if mesh.rank == 0:
+        _log.info("forecasting with the %s weights of %s, step %d of %d", kind, found, loaded.step,
+                  trained.train.steps)  # fmt: skip
     if out is None:
         named = found.resolve() == run.resolve()
         out = found.parents[1] / (f"forecast-{found.name}.zarr" if named else "forecast.zarr")
@@ -207,6 +211,7 @@ def forecast_from_run(
         "forecast": str(out),
         "num_starts": len(chosen),
         "leads": leads,
+        "times_of_a_step": len(source.spec.outputs),
         **timing.to_dict(),
     }
 

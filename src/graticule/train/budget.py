@@ -54,7 +54,9 @@ def chooser_of(
         config, shapes, ranks=ranks, rank=rank, on=on, stored=stored, tiles=tiles,
         simple=memory.mode == "simple",
     )  # fmt: skip
-    return Chooser(profile, rates, mode=memory.mode, offload=memory.offload)
+    # What waits in the memory of the CPU that computes has not left the device.
+    away = on != "cpu" or bool(memory.folder)
+    return Chooser(profile, rates, mode=memory.mode, offload=memory.offload and away)
 
 
 def planned(config: Config, out: Path, kind: str, ranks: int) -> dict[str, Any] | None:

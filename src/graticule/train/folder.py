@@ -128,7 +128,12 @@ def point_of_resume(config: Config, out: Path) -> Path | None:
             f"{out} was started with another configuration ({shown}). Resume it as it was, or"
             f" start a new run with train.start_from={out}. Only {', '.join(MAY_CHANGE)} may change"
         )
-    if saved.train.steps != config.train.steps and config.train.schedule == "cosine":
+    done = max((checkpoint.step_of(path) for path in checkpoint.complete(out)), default=0)
+    if config.train.steps < done:
+        _log.warning("train.steps=%d, and %s has %d already: nothing is trained, and its"
+                     " train.steps stays %d", config.train.steps, out, done,
+                     saved.train.steps)  # fmt: skip
+    elif saved.train.steps != config.train.steps and config.train.schedule == "cosine":
         _log.warning(
             "train.steps was %d and is %d: the cosine schedule is that of %d steps from here on",
             saved.train.steps, config.train.steps, config.train.steps,

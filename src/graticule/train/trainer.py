@@ -111,11 +111,13 @@ def _in_words(settings: TrainConfig) -> str:
     told = f"full over {some(leads)}"
     if every and every < leads:
         told = f"over {some(every)} at a time of {some(leads)}"
-    curriculum = [f"{some(n)} from step {first}" for first, n in settings.leads_from]
-    late = [n for first, n in settings.leads_from if first > settings.steps]
-    if late:
-        curriculum.append(f"the run ends at step {settings.steps}, before {some(late[-1])}")
-    return "; ".join([f"rollout gradient: {told}", *curriculum])
+    if settings.leads_from:
+        curriculum = ", ".join(f"{some(n)} from step {first}" for first, n in settings.leads_from)
+        told += f" at most: {curriculum}"
+    last = settings.leads_at(settings.steps)
+    if last < leads:
+        told += f"; the run ends at step {settings.steps}, with {some(last)}"
+    return f"rollout gradient: {told}"
 
 
 def _checked(config: Config, out: Path, resume: bool, profile: int | None) -> Path | None:
