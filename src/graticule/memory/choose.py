@@ -127,11 +127,18 @@ class Chooser:
     """One profile on one device, for as many budgets as you like."""
 
     def __init__(
-        self, profile: Profile, rates: Rates, *, mode: Mode = "best", offload: bool = True
+        self,
+        profile: Profile,
+        rates: Rates,
+        *,
+        mode: Mode = "best",
+        offload: bool = True,
+        knows: "Chooser | None" = None,
     ) -> None:
+        """knows: another one of the same profile and rates, whose costs and timelines serve."""
         self.profile, self.rates, self.mode, self.offload = profile, rates, mode, offload
-        self.costs = ProfileCosts(profile)
-        self._rated: dict[Plan, Rated] = {}
+        self.costs: ProfileCosts = knows.costs if knows else ProfileCosts(profile)
+        self._rated: dict[Plan, Rated] = knows._rated if knows else {}
         self._tried: dict[int, Rated | None] = {}
         only: dict[Mode, Callable[[Costs], Plan]] = {
             "full": plain_plan,
@@ -176,7 +183,10 @@ class Chooser:
         modes: list[tuple[Mode, bool]] = [("best", False)] if self.offload else []
         if has_blocks(self.profile.units):
             modes.append(("paper", self.offload))
-        return [Chooser(self.profile, self.rates, mode=m, offload=away) for m, away in modes]
+        return [
+            Chooser(self.profile, self.rates, mode=mode, offload=away, knows=self)
+            for mode, away in modes
+        ]
 
     @cached_property
     def _search(self) -> Search:
