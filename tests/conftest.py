@@ -21,6 +21,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# What a test draws does not depend on those before it, of which each worker has others.
+
+
+@pytest.fixture(autouse=True, scope="module")
+def a_seed_for_a_module() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def a_seed_for_a_test(a_seed_for_a_module: None) -> None:
+    torch.manual_seed(1)
+
+
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
     """The command line sets up logging for its whole process; a test puts it back."""
