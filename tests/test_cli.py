@@ -513,9 +513,19 @@ def test_a_forecast_says_which_weights_it_has_and_scores_whose_store_they_are_of
     assert f"{out} started from another store (fingerprint " in capsys.readouterr().err
 
 
-def test_a_run_s_folder_is_no_forecast(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = refused(["evaluate", str(trained)], capsys)
-    assert f"is a run's folder: name the forecast in it, such as {trained}/forecast.zarr" in told
+def test_a_run_s_folder_is_no_forecast(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "runs"
+    run.mkdir()
+    shutil.copy(trained / "config.json", run)
+    told = refused(["evaluate", str(run)], capsys)
+    assert f"{run} is a run's folder: name a forecast, which `graticule forecast` makes" in told
+    # Those of a folder of runs, as the demo's, lie one level down.
+    for there in (run / "fine" / "forecast.zarr", run / "forecast-step-00000002.zarr"):
+        there.mkdir(parents=True)
+        told = refused(["evaluate", str(run)], capsys)
+        assert f"{run} is a run's folder: name a forecast, such as {there}" in told
 
 
 def test_info_without_a_recipe_tells_all_there_are(capsys: pytest.CaptureFixture[str]) -> None:

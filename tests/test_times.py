@@ -250,7 +250,8 @@ def test_a_time_that_is_not_there_is_an_error_with_the_ends_of_the_store() -> No
 @pytest.mark.parametrize(
     ("hours", "told"),
     [(6, "6 h"), (23.5, "23.5 h"), (24, "1 d"), (60, "2.5 d"), (720, "30 d"), (0, "0 h"),
-     (730.485, "1 month"), (3 * 730.485, "3 months"), (1.5 * 730.485, "45.66 d")],
+     (730.485, "1 month"), (3 * 730.485, "3 months"), (1.5 * 730.485, "45.66 d"),
+     (487 * 24, "487 d"), (1461 * 24, "1461 d")],
 )  # fmt: skip
 def test_a_lead_is_told_in_hours_days_or_mean_months(hours: float, told: str) -> None:
     assert lead_in_words(hours) == told

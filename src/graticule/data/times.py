@@ -19,9 +19,10 @@ _DATE = re.compile(rf"(-?\d{{1,6}})(?:-(\d{{1,2}})(?:-(\d{{1,2}})(?:[T ]{_CLOCK}
 
 
 def whole_months(hours: Sequence[float]) -> bool:
-    """Whether these are all mean months, one or more."""
-    months = np.asarray(hours, dtype=np.float64) / (MEAN_MONTH_SECONDS / 3600)
-    return bool((np.abs(months - months.round()) < 1e-3).all())
+    """Whether these are all so many mean months, to the second: 487 days are nearly 16."""
+    seconds = 3600 * np.asarray(hours, dtype=np.float64)
+    months = (seconds / MEAN_MONTH_SECONDS).round()
+    return bool((np.abs(seconds - months * MEAN_MONTH_SECONDS) < 1).all())
 
 
 def lead_in_words(hours: float) -> str:

@@ -143,8 +143,10 @@ def open_forecast(path: str | Path) -> Forecast:
     if not path.exists():
         raise ValueError(f"{path}: no forecast there; make one with `graticule forecast`")
     if (path / "config.json").is_file() or (path / "report.html").is_file():
+        there = sorted(path.glob("forecast*.zarr")) + sorted(path.glob("*/forecast*.zarr"))
         raise ValueError(
-            f"{path} is a run's folder: name the forecast in it, such as {path / 'forecast.zarr'}"
+            f"{path} is a run's folder: name a forecast"
+            + (f", such as {there[0]}" if there else ", which `graticule forecast` makes of a run")
         )
     incomplete = (
         f"{path} is incomplete: the command that wrote it did not finish. Only forecasts with all"
